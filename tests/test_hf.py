@@ -13,13 +13,14 @@ from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
 from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
 from peft import LoraConfig
+from transformers import AutoConfig
 
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_training
-from autofit.trainers.common import random_weights
+from autofit.trainers import hf_experts, hf_losses, hf_parts, hf_training
+from autofit.trainers.common import random_weights, share_experts
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
 from autofit.trainers.hf_script import SAMPLES
@@ -28,6 +29,7 @@ from autofit.trainers.trl_config import TrlConfig, parse
 
 LENGTH = 128
 LORA: dict[str, object] = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"}
+TAUGHT: dict[str, object] = {"teacher_model_name_or_path": ""}  # the small model
 PACKED: dict[str, object] = {"packing": True, "block_diagonal": True}
 
 
@@ -42,6 +44,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
+    if changes.get("teacher_model_name_or_path") == "":
+        changes["teacher_model_name_or_path"] = str(model)
     values: dict[str, object] = {
         "model_name_or_path": str(model), "output_dir": str(folder), "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "max_steps": 2, "max_length": LENGTH, "report_to": "none",
@@ -66,6 +70,7 @@ def trained(model: Path, folder: Path, **changes: object) -> Any:
     config = parsed(model, folder, **changes)
     with random_weights(hf_training):  # as in a probe
         trainer = hf_training.made(config, rows(config))
+    trainer.masks_all = True
     trainer.train()
     return trainer
 
@@ -90,9 +95,22 @@ CASES: dict[str, dict[str, object]] = {
     "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
     "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
     "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
+    "GKD": {"objective": "gkd", **TAUGHT, "dtype": "bfloat16", "bf16": True, "beta": 0.5, "temperature": 0.9},
+    "GKD, LoRA and the usual loss": {"objective": "gkd", **LORA, "beta": 0.0, "nll_weight": 0.1},
+    "GKD of an answer": {"objective": "gkd", **LORA, "beta": 0.5, "answer_tokens": 40},
+    "GKD, a teacher on a server": {"objective": "gkd", "teacher_words": 8, "dtype": "bfloat16", "bf16": True},
+    "GKD, the likeliest words": {"objective": "gkd", **TAUGHT, "teacher_words": 8, "bf16": True},
+    "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
+    "diffusion": {"objective": "diffusion", "dtype": "bfloat16", "bf16": True, "packing": True},
+    "reranker": {"objective": "rerank", "negatives": 3, **LORA},
+    "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
     "packed": {"packing": True},
     "packed, block diagonal": PACKED,
     "added layer": {"added_layers": 1, "dtype": "bfloat16", "bf16": True},
+    "adapters behind MLPs": {"bottleneck": 16, "dtype": "bfloat16", "bf16": True},
+    "ternary weights": {"qat": {"weight_dtype": "ternary"}, "dtype": "bfloat16"},
+    "pruning masks": {"pruning_masks": True, "dtype": "bfloat16"},
+    "LoReFT": {"reft_rank": 4, "dtype": "bfloat16", "bf16": True},
     "last layer": {"trainable_layers": 1},
 }
 
@@ -162,7 +180,8 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
     [
         (
             {"objective": "ppo"},
-            "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward; got 'ppo'",
+            "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward, gkd, "
+            "embed, rerank, diffusion; got 'ppo'",
         ),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
@@ -177,6 +196,8 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ({"qat": {"weight_dtype": "int4"}, "use_peft": True}, "qat trains whole models; omit use_peft or qat"),
         ({"added_layers": 2, "trainable_layers": 2}, "added_layers are trained alone; omit them or trainable_layers"),
         ({"trains_rest": True}, "trains_rest says what is trained beside some layers; it needs trainable_layers"),
+        ({"teacher_words": 8}, "a teacher, or a part of the tokens to learn, is of objective: gkd; got objective: sft"),
+        ({"word_scores": True}, "word_scores is of objective: rerank; got objective: sft; omit it"),
         ({"spread_layers": True}, "spread_layers says which layers are trained; it needs trainable_layers"),
         ({"assistant_only_loss": True}, "every key must be one that the trainer hf takes"),
     ],
@@ -248,7 +269,8 @@ def test_packing_fills_rows_with_whole_samples() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"packing": True, "block_diagonal": True}, {"objective": "dpo"},
                                      {"objective": "classify", "num_labels": 2}, {"objective": "kto"},
-                                     {"objective": "orpo", "nll_weight": 1.0},
+                                     {"objective": "orpo", "nll_weight": 1.0}, {"objective": "gkd", "nll_weight": 1.0},
+                                     {"objective": "embed"}, {"objective": "rerank", "word_scores": True},
                                      {"objective": "reward", "use_peft": False}], ids=str)  # fmt: skip
 def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model: Path, tmp_path: Path) -> None:
     more = {"learning_rate": 0.02, "max_steps": 8, "objective": "sft", **changes}
@@ -268,16 +290,16 @@ def test_freezing_leaves_the_last_layers_to_train(small_model: Path, tmp_path: P
 
 def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_them() -> None:
     model = build_model(Model(kind="sft"), num_hidden_layers=6)
-    hf_training._freeze_all_but(model, 3, spread=True)
+    hf_parts.freeze_all_but(model, 3, spread=True)
     trained = {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
-        hf_training._freeze_all_but(model, 4, spread=True)
+        hf_parts.freeze_all_but(model, 4, spread=True)
 
 
 def test_lisa_freezes_layers_alone_and_trains_embeddings_and_head() -> None:
     model = build_model(Model(kind="sft"), num_hidden_layers=4)
-    hf_training._freeze_all_but(model, 1, spread=False, with_rest=True)
+    hf_parts.freeze_all_but(model, 1, spread=False, with_rest=True)
     frozen = {name.split(".")[2] for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"0", "1", "2"}
     assert model.get_input_embeddings().weight.requires_grad
@@ -402,25 +424,149 @@ def test_a_split_is_neutral_only_where_a_loss_is_the_mean_of_its_parts(
     assert bool(hf_tiers(loss)) is split
 
 
+def test_gkds_loss_is_the_divergence_of_the_words_of_both_models(small_model: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([[-100, 6, 7, 8]])}
+    config = parsed(small_model, tmp_path, **TAUGHT, objective="gkd", beta=0.25, temperature=0.5)
+    trainer = hf_training.made(config, rows(config))
+    learn(trainer.model, ids)
+    with torch.no_grad():
+        own, others = ((m(input_ids=ids).logits[0, :-1] / 0.5).softmax(-1) for m in (trainer.model, trainer.reference))
+    mixed = 0.75 * own + 0.25 * others
+    wanted = (0.25 * others * (others / mixed).log() + 0.75 * own * (own / mixed).log()).sum(-1).mean()
+    assert wanted > 0.01
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-3)
+
+
+def test_the_smaller_vocabulary_is_filled_up_from_the_larger_one() -> None:
+    own, others = torch.ones(2, 3), torch.full((2, 5), 7.0)
+    assert hf_losses._same_width(own, others)[0].tolist() == [[1, 1, 1, 7, 7]] * 2
+    assert hf_losses._same_width(others, own)[1].tolist() == [[1, 1, 1, 7, 7]] * 2
+
+
+def test_an_embedding_is_the_normalised_state_of_the_last_token_and_is_compared_with_all_of_its_batch(
+    small_model: Path, tmp_path: Path
+) -> None:
+    config = parsed(small_model, tmp_path, objective="embed")
+    plain = hf_training.model_of(config)
+    trainer = hf_training.made(config, rows(config))
+    trainer.model.load_state_dict(plain.state_dict())
+    texts = [[5, 6, 7], [8, 9], [5, 6], [8, 9, 7]]
+    pairs = [{"chosen_ids": a, "chosen_labels": a, "rejected_ids": b, "rejected_labels": b}
+             for a, b in zip(texts[:2], texts[2:], strict=True)]  # fmt: skip
+    with torch.no_grad():
+        found = torch.stack([plain.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in texts])
+    found = torch.nn.functional.normalize(found, dim=1)
+    wanted = torch.nn.functional.cross_entropy(found[:2] @ found[2:].T / 0.1, torch.tensor([0, 1]))
+    assert trainer.compute_loss(trainer.model, trainer.data_collator(pairs)).item() == pytest.approx(
+        wanted.item(), rel=1e-4
+    )
+
+
+def test_diffusion_predicts_a_masked_word_from_the_place_before_it_and_from_the_words_behind(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parsed(small_model, tmp_path, objective="diffusion", mask_token=3)
+    trainer = hf_training.made(config, rows(config))
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, **_: torch.full(size[0] if isinstance(size[0], torch.Size) else size, 0.5)
+    )
+    trainer.masks_all = True
+    ids = torch.tensor([[5, 6, 7, 8]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([[-100, -100, 7, 8]])}
+    with torch.no_grad():
+        seen = torch.ones((1, 1, 4, 4), dtype=torch.bool)
+        logits = trainer.model(torch.tensor([[5, 6, 3, 3]]), attention_mask=seen).logits[0, 1:3]
+    each = torch.nn.functional.cross_entropy(logits, ids[0, 2:], reduction="none")
+    wanted = (each / (1e-3 + 0.999 * 0.5)).sum() / 4
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_a_reranker_by_words_scores_the_last_token_by_the_difference_of_two_words(
+    small_model: Path, tmp_path: Path
+) -> None:
+    config = parsed(small_model, tmp_path, objective="rerank", word_scores=True, negatives=2)
+    plain = hf_training.model_of(config)
+    trainer = hf_training.made(config, rows(config))
+    trainer.model.load_state_dict(plain.state_dict())
+    fits, other = [5, 6, 7], [8, 9]
+    row = {"chosen_ids": fits, "chosen_labels": fits, "rejected_ids": other, "rejected_labels": other}
+    with torch.no_grad():
+        logits = [plain(torch.tensor([ids])).logits[0, -1] for ids in (fits, other, other)]
+    scores = torch.stack([one[0] - one[1] for one in logits])
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(scores, torch.tensor([1.0, 0.0, 0.0]))
+    assert trainer.compute_loss(trainer.model, trainer.data_collator([row])).item() == pytest.approx(
+        wanted.item(), rel=1e-4
+    )
+
+
+def mixture(folder: Path) -> Path:
+    """A Qwen3 mixture of two layers, of which the experts are most."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 256,
+        "head_dim": 16,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=2, num_experts=16, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_experts_in_host_memory_leave_the_card_to_the_rest(tmp_path: Path) -> None:
+    model, held = mixture(tmp_path / "model"), {}
+    experts = 2 * 16 * 3 * 64 * 256 * 2  # bytes
+    for host in (False, True):
+        with fake_gpu("h100", enforce_capacity=False) as gpu:
+            trained(model, tmp_path / "out", **{**LORA, "lora_target_modules": ["q_proj", "v_proj"]}, dtype="bfloat16",
+                    bf16=True, host_experts=host, use_cpu=False,
+                    gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})  # fmt: skip
+        held[host] = gpu.peak_allocated_bytes
+    assert held[False] - held[True] > 0.95 * experts
+    with pytest.raises(ConfigError, match="host_experts needs a mixture of experts"):
+        hf_experts.to_host(build_model(Model(kind="sft")))
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_share_of_the_experts_and_each_must_have_as_many_as_a_token_takes(tmp_path: Path) -> None:
+    model, held = mixture(tmp_path / "model"), {}
+    for ranks in (1, 4):
+        with fake_gpu("h100", enforce_capacity=False) as gpu:
+            trained(model, tmp_path / "out", dtype="bfloat16", bf16=True, use_cpu=False, expert_parallel_size=ranks)
+        held[ranks] = gpu.peak_allocated_bytes
+    experts = 16 * 2 * 3 * 64 * 256  # weights; each with its gradient and two moments, in bfloat16
+    assert held[1] - held[4] == pytest.approx(0.75 * experts * 2 * 4, rel=0.1)
+    config = AutoConfig.from_pretrained(model)
+    for wrong in (3, 16):
+        with pytest.raises(ConfigError, match=f"expert_parallel_size {wrong} must divide the 16 experts"):
+            share_experts(config, wrong)
+
+
 def test_an_added_layer_stands_behind_its_group_changes_nothing_at_first_and_is_trained_alone() -> None:
     torch.manual_seed(0)
     model = build_model(Model(kind="sft"), num_hidden_layers=4)
     ids = torch.tensor([[5, 6, 7]])
     before = model(input_ids=ids).logits
-    hf_training.add_layers(model, 2)
+    hf_parts.add_layers(model, 2)
     assert {int(name.split(".")[2]) for name, p in model.named_parameters() if p.requires_grad} == {2, 5}
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(6))
     assert torch.equal(model(input_ids=ids).logits, before)
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of added_layers 4"):
-        hf_training.add_layers(model, 4)
+        hf_parts.add_layers(model, 4)
 
 
 def test_another_adapter_has_the_modules_that_lora_would_have() -> None:
     lora = LoraConfig(target_modules="all-linear", lora_alpha=9, task_type="CAUSAL_LM")
-    found = hf_training.other_adapter(lora, {"peft_type": "ADALORA", "init_r": 6}, total_steps=7)
+    found = hf_parts.other_adapter(lora, {"peft_type": "ADALORA", "init_r": 6}, total_steps=7)
     assert (type(found).__name__, found.target_modules, found.init_r, found.lora_alpha) == (
         "AdaLoraConfig", "all-linear", 6, 9,
     )  # fmt: skip
     for wrong, message in (({"peft_type": "LORE"}, "must be a type"), ({"peft_type": "OFT", "rnk": 1}, "rnk")):
         with pytest.raises(ConfigError, match=message):
-            hf_training.other_adapter(lora, wrong, total_steps=7)
+            hf_parts.other_adapter(lora, wrong, total_steps=7)

@@ -214,6 +214,72 @@ def test_a_loss_over_answers_is_read_with_its_tools_own_weights_and_logits(
     assert {key: found.values.get(key) for key in loss} == loss
 
 
+def test_a_student_is_read_with_its_teacher_and_with_the_logits_of_its_own_answers(tmp_path: Path) -> None:
+    gkd: dict[str, object] = {"model": "m", "rlhf_type": "gkd", "max_length": 64, "max_completion_length": 32}
+    whole = of_yaml(tmp_path, {**gkd, "teacher_model": "t", "lmbda": 0, "sft_alpha": 0.1}).values
+    assert [whole.get(key) for key in ("objective", "teacher_model_name_or_path", "max_length", "answer_tokens")] == [
+        "gkd", "t", 64, None
+    ]  # fmt: skip
+    assert [whole[key] for key in ("beta", "temperature", "nll_weight", "lora_dropout")] == [0.5, 0.9, 0.1, 0.0]
+    own = {**gkd, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5}
+    asleep = of_yaml(tmp_path, {**own, "teacher_model": "m", "lmbda": 1, "sleep_level": 1})
+    assert "teacher_model_name_or_path" not in asleep.values  # arguments/rlhf_args.py: the model without its adapter
+    assert (asleep.values["max_length"], asleep.values["answer_tokens"]) == (96, 32)
+    assert any("a lower bound, for vLLM holds 0.5 of the card while it generates" in note for note in asleep.notes)
+    awake = of_yaml(tmp_path, {**own, "teacher_model_server": "http://t", "gkd_logits_topk": 8, "lmbda": 0.5}).values
+    assert [awake[key] for key in ("engine_share", "teacher_words", "answer_tokens")] == [0.5, 8, 64]
+    assert not can_say(asleep, "max_length", 8)
+
+
+def test_a_reranker_has_as_many_documents_as_ms_swift_takes_at_most(tmp_path: Path) -> None:
+    script = SWIFT.replace("--max_length 2048", "--task_type generative_reranker --loss_type pointwise_reranker")
+    found = of_script(tmp_path, script)
+    assert [found.values[key] for key in ("objective", "negatives", "word_scores")] == ["rerank", 7, True]
+    few = of_script(tmp_path, script.replace("NPROC_PER_NODE", "MAX_NEGATIVE_SAMPLES=1 \\\nNPROC_PER_NODE")).values
+    assert few["negatives"] == 1
+
+
+def test_ranks_that_share_samples_are_read_and_count_once_in_the_batch(tmp_path: Path) -> None:
+    script = SWIFT.replace("--max_length 2048", "--sequence_parallel_size 2 --padding_free true")
+    found = of_script(tmp_path, script.replace("NPROC_PER_NODE", "CELOSS_PARALLEL_SIZE=2048 \\\nNPROC_PER_NODE"))
+    assert [found.values[key] for key in ("sequence_parallel_size", "loss_chunk")] == [2, 2048]
+    paired = script.replace("swift sft", "swift rlhf --rlhf_type dpo").replace("batch_size 1", "batch_size 4")
+    half = of_script(tmp_path, paired)  # whole samples of as many tokens
+    assert half.values["per_device_train_batch_size"] == 2
+    assert not can_say(half, "per_device_train_batch_size", 1)
+    ring = of_yaml(tmp_path, {**AXO, "sample_packing": True, "context_parallel_size": 4, "dp_shard_size": 2})
+    assert (ring.ranks, ring.values["sequence_parallel_size"], ring.values["sequence_parallel"]) == (8, 4, "gathered")
+
+
+def test_fsdp2_of_ms_swift_checkpoints_by_itself_in_place_of_the_trainer(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {"model": "m", "tuner_type": "full", "fsdp": "fsdp2"})
+    assert found.values["gradient_checkpointing"] is False
+    config = found.launch["fsdp_config"]
+    assert isinstance(config, dict)
+    assert config["fsdp_activation_checkpointing"] is True
+    assert not can_say(found, "gradient_checkpointing", True)
+
+
+def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -> None:
+    kt = of_yaml(tmp_path, {**LLAMA, "use_kt": True, "kt_config": {"kt_backend": "AMXBF16"}})
+    assert kt.values["host_experts"] is True
+    assert kt.values["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    adapter = of_yaml(tmp_path, {"model": "m", "tuner_type": "adapter", "adapter_length": 64})
+    assert (adapter.values["bottleneck"], adapter.values.get("use_peft")) == (64, None)
+    assert of_yaml(tmp_path, {"model": "m", "tuner_type": "reft"}).values["reft_rank"] == 4
+    assert of_yaml(tmp_path, {"model": "m", "tuner_type": "longlora"}).values["lora_r"] == 8
+    packed = of_yaml(tmp_path, {"model": "m", "rlhf_type": "dpo", "packing": True, "max_length": 4096}).values
+    assert (packed["max_length"], packed.get("packing")) == (2048, None)
+    masks = {"llmcompressor": {"recipe": {"a": {"b": {"ConstantPruningModifier": {"start": 0}}}}}}
+    assert of_yaml(tmp_path, {**AXO, **masks}).values["pruning_masks"] is True
+    assert of_yaml(tmp_path, {**AXO, "use_onebitllms": True}).values["qat"] == {"weight_dtype": "ternary"}
+    dealt = {"plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 4}
+    assert of_yaml(tmp_path, {**AXO, **dealt}).ranks == 4
+    blurred = {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"], "diffusion": {"mask_token_id": 7}}
+    found = of_yaml(tmp_path, {**AXO, **blurred, "sample_packing": True}).values
+    assert [found.get(key) for key in ("objective", "mask_token", "block_diagonal")] == ["diffusion", 7, None]
+
+
 @pytest.mark.parametrize("key", ["use_galore", "use_apollo", "use_adam_mini", "use_muon", "use_badam"])
 def test_an_optimizer_with_fewer_states_than_adamw_is_simulated_as_adamw_and_said_to_be_a_bound(
     key: str, tmp_path: Path
@@ -416,7 +482,21 @@ def test_words_of_a_command_are_those_of_bash(text: str, words: tuple[str, ...])
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "use_unsloth": True}, "use_unsloth: Unsloth's kernels"),
-    ({**LLAMA, "use_kt": True}, "use_kt: KTransformers"),
+    ({**LLAMA, "use_kt": True, "finetuning_type": "full"}, "use_kt needs finetuning_type lora, as LLaMA-Factory says"),
+    ({**LLAMA, "use_kt": True, "stage": "dpo"}, "use_kt is simulated with stage sft or pt"),
+    ({**AXO, "context_parallel_size": 2}, "context_parallel_size is simulated with sample_packing: true"),
+    ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size: tensor parallelism is not simulated"),
+    ({**AXO, "plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 2,
+      "dp_shard_size": 2}, "expert_parallel_size is simulated with DDP on samples"),
+    ({**AXO, "plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"], "rl": "dpo"}, "DiffusionPlugin"),
+    ({**AXO, "llmcompressor": {"recipe": {"a": {"GPTQModifier": {}}}}}, "got GPTQModifier"),
+    ({"model": "m", "rlhf_type": "grpo", "teacher_model": "t"}, "a teacher is simulated with rlhf_type gkd"),
+    ({"model": "m", "rlhf_type": "gkd", "teacher_model_server": "http://t"}, "needs gkd_logits_topk"),
+    ({"model": "m", "rlhf_type": "gkd", "teacher_model": "t", "deepspeed": "zero3", "teacher_deepspeed": "zero0"},
+     "teacher_deepspeed that does not shard, beside a student under ZeRO-3"),
+    ({"model": "m", "tuner_type": "lora", "task_type": "reranker"}, "loss_type with task_type reranker must be one of"),
+    ({"model": "m", "tuner_type": "lora", "loss_type": "loss_scale"}, "loss_scale ends with an error in ms-swift"),
+    ({"model": "JinaAI/jina-reranker-m0", "tuner_type": "lora"}, "trains on images, video or sound"),
     ({**LLAMA, "stage": "ppo"}, "stage ppo: PPO"),
     ({**LLAMA, "finetuning_type": "oft", "stage": "dpo"}, "finetuning_type oft with a reference"),
     ({**LLAMA, "do_train": False}, "does not train"),
@@ -439,11 +519,12 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
-    ({"model": "m", "tuner_type": "reft", "rlhf_type": None}, "tuner_type reft is not simulated"),
+    ({"model": "m", "tuner_type": "reft", "reft_layers": [1]}, "reft is simulated with LoreftIntervention"),
+    ({"model": "m", "tuner_type": "vera"}, "tuner_type vera is not simulated"),
     ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls"}, "num_labels is missing, and ms-swift needs it"),
-    ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "task_type embedding is not simulated"),
+    ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "loss_type with task_type embedding must be one"),
     ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "full"}, "quantised with AWQ needs an adapter"),
-    ({"model": "m", "tuner_type": "lora", "sequence_parallel_size": 2}, "sequence_parallel_size:"),
+    ({"model": "m", "tuner_type": "lora", "sequence_parallel_size": 2}, "2 must divide the ranks; got no number of"),
 ]  # fmt: skip
 
 
@@ -464,7 +545,6 @@ def test_what_cannot_be_simulated_is_refused_by_name_in_one_sentence(
         ("megatron sft --model m", "Megatron, which is not simulated"),
         ("swift infer --model m", "no `swift sft`, `swift pt` or `swift rlhf` is started"),
         ("CUDA_VISIBLE_DEVICES=0,1 swift sft --model m", "splits the model over them"),
-        ("swift rlhf --rlhf_type gkd --model m --teacher_model t", "teacher_model: a teacher"),
         ("swift sft --model m --max_length $N", "does not say max_length for certain"),
         ("swift sft --model m --lora_rnk 8", "unknown key 'lora_rnk'"),
     ],

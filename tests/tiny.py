@@ -47,7 +47,9 @@ ROWS: dict[str, Callable[[int], dict[str, object]]] = {  # a row of i words more
     "reward": lambda i: {"chosen": _words(i), "rejected": "t4 t5"},
     "hf": lambda i: {"prompt": "t1 t2", "completion": " " + _words(i)},
 }
-ROWS |= {"hf reward": ROWS["reward"], **{f"hf {objective}": ROWS["dpo"] for objective in ("dpo", "orpo")}}
+ROWS |= dict.fromkeys(("hf reward", "hf rerank"), ROWS["reward"])
+ROWS["hf embed"] = lambda i: {"chosen": _words(i), "rejected": _words(i + 1)}
+ROWS |= {f"hf {objective}": ROWS["dpo"] for objective in ("dpo", "orpo")}
 ROWS["hf classify"] = lambda i: {"text": _words(i), "label": i % 7 % 2}
 ROWS["hf kto"] = lambda i: {**ROWS["sft"](i), "label": i % 3 > 0}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -279,12 +280,17 @@ def _stand_in(model_id: str, architecture: Any = None, **_: Any) -> PreTrainedMo
     return model
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in configs of models
+
+
 def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
     """A model of `model_id`'s architecture with random weights, in the dtype, attention and quantisation of TRL."""
     trust = kwargs.get("trust_remote_code", False)
     config = AutoConfig.from_pretrained(model_id, revision=kwargs.get("revision") or "main", trust_remote_code=trust)
     if "num_labels" in kwargs:
         config.num_labels = kwargs["num_labels"]
+    if "experts_over" in kwargs:
+        share_experts(config, kwargs["experts_over"])
     architecture = _concrete(architecture, config) or _architecture(config)
     on_card = torch.cuda.is_available() and not _cpu_wanted()
     dtype = dtype_of(kwargs.get("dtype", "float32"), config)
@@ -307,6 +313,20 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
         model.set_use_kernels(True)
     model.config._name_or_path = model_id
     return model
+
+
+def share_experts(config: Any, ranks: int) -> None:
+    """Leave `config` one rank's share of its experts. Raises ConfigError where they cannot be dealt out evenly."""
+    text = config.get_text_config()
+    key = next((name for name in _EXPERTS if getattr(text, name, None)), None)
+    if key is None:
+        raise ConfigError("expert_parallel_size needs a mixture of experts; this model has no experts")
+    count, chosen = getattr(text, key), getattr(text, "num_experts_per_tok", 1)
+    if count % ranks or count // ranks < chosen:
+        raise ConfigError(
+            f"expert_parallel_size {ranks} must divide the {count} experts and leave each rank {chosen} or more"
+        )
+    setattr(text, key, count // ranks)
 
 
 def _concrete(architecture: Any, config: Any) -> Any:
@@ -344,11 +364,24 @@ def _device_map() -> dict[str, int] | None:
     return None if distributed else {"": 0}
 
 
+_STAYS: ContextVar[bool] = ContextVar("stays on the host", default=False)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Context in which a model is made in host memory, from where a trainer moves it."""
+    before = _STAYS.set(True)
+    try:
+        yield
+    finally:
+        _STAYS.reset(before)
+
+
 def _loads_on_host() -> bool:
     """Whether TRL loads the model into host memory: on several ranks, for which DDP or FSDP moves it to the card."""
     from accelerate import DistributedType, PartialState
 
-    return PartialState().distributed_type == DistributedType.MULTI_GPU  # type: ignore[no-any-return]
+    return _STAYS.get() or PartialState().distributed_type == DistributedType.MULTI_GPU
 
 
 def _cpu_wanted() -> bool:

@@ -14,6 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from autofit.errors import ConfigError
+from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import Lengths
 from autofit.plugin.protocol import Facts, Inspection
 
@@ -37,21 +38,31 @@ from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
 from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
+from .keys import SAMPLES as SAMPLES_KEYS
 from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
+_OTHER_OBJECTIVES = (
+    "gkd",
+    "embed",
+    "rerank",
+    "diffusion",
+)  # with a model beside, or without logits: each candidate is traced
+
 
 class HfTrainer(SamplesTrainer):
-    """A plain `transformers.Trainer`, for one of ten objectives."""
+    """A plain `transformers.Trainer`, for one of many objectives."""
 
     name = "hf"
+    keys = replace(SAMPLES_KEYS, sharers="sequence_parallel_size")
     auto_class = AutoModelForCausalLM
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
                 "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
-                "added_layers", "peft_adapter")  # fmt: skip
+                "added_layers", "peft_adapter", "bottleneck", "reft_rank", "temperature", "negatives", "word_scores",
+                "mask_token")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -63,8 +74,13 @@ class HfTrainer(SamplesTrainer):
             )
         if training.peft_adapter is not None and not config.model.use_peft:
             raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
+        if training.host_experts and not config.model.use_peft:
+            raise ConfigError("host_experts are frozen but for adapters beside them; it needs use_peft: true")
         if training.qat is not None and config.model.use_peft:
             raise ConfigError("qat trains whole models; omit use_peft or qat")
+        for key in ("bottleneck", "reft_rank"):
+            if getattr(training, key) is not None and config.model.use_peft:
+                raise ConfigError(f"what {key} adds is trained alone; omit use_peft or {key}")
         if training.added_layers is not None and config.model.use_peft:
             raise ConfigError("added_layers are trained alone; omit use_peft or added_layers")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
@@ -81,16 +97,29 @@ class HfTrainer(SamplesTrainer):
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         facts = super().inspect(values, inspection)
         other = any(
-            facts.resolved[key] is not None for key in ("trainable_layers", "added_layers", "peft_adapter", "qat")
+            facts.resolved[key] is not None
+            for key in ("trainable_layers", "added_layers", "peft_adapter", "qat", "bottleneck", "reft_rank")
         )
+        apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
+        apart = apart or facts.resolved["expert_parallel_size"] != 1
+        other = other or apart or facts.resolved["objective"] in _OTHER_OBJECTIVES
         return replace(facts, forecasts=facts.forecasts and not other)
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
+        run.samples_per_step /= config.training.sequence_parallel_size  # each rank's share of them
         run.weighs_samples_alike = config.training.objective in TOKENS
         return run
 
     def real(self, config: TrlConfig) -> Any:
+        for key, usual in (
+            ("sequence_parallel_size", 1),
+            ("expert_parallel_size", 1),
+            ("host_experts", False),
+            ("engine_share", 0.0),
+        ):
+            if getattr(config.training, key) != usual:
+                raise ConfigError(f"{key} is simulated and not run; train with the tool that has it")
         tokenizer = tokenizer_of(config)
         evaluation = split(config, evaluation=True) if config.training.eval_strategy != "no" else None
         return made(
@@ -101,7 +130,9 @@ class HfTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
             trainer = made(config, repeated(_row(config, worst_case), config))
-        trainer.repeats_one_row = True
+        if (gpu := active_gpu()) is not None and config.training.engine_share:  # vLLM's share is of the whole card
+            gpu.memory.allocate(int(config.training.engine_share * gpu.spec.capacity_bytes), "vLLM", "vLLM")
+        trainer.repeats_one_row = trainer.masks_all = True
         if padded(config, worst_case) and not config.training.packing:
             trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
         return trainer
@@ -111,7 +142,11 @@ class HfTrainer(SamplesTrainer):
         row = _row(config, worst_case)
         sides = ("input_ids",) if "input_ids" in row else tuple(f"{side}_ids" for side in SIDES)
         fixed = config.training.max_length if config.training.pad_to_max_length else 0
-        return samples_per_step(config) * sum(max(len(row[side]), fixed) for side in sides)
+        tokens = [max(len(row[side]), fixed) for side in sides]
+        if config.training.objective == "rerank":
+            tokens += tokens[1:] * (config.training.negatives - 1)
+        size = int(config.training.sequence_parallel_size)
+        return samples_per_step(config) * sum(tokens) // size
 
     def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
         return self._rows(config, rows, tokenizer_of(config))

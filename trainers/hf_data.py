@@ -26,6 +26,7 @@ _SAMPLES: Mapping[str, tuple[str, ...]] = {
 KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # objective -> {format of its data: the columns}
     "sft": _SAMPLES, "asft": _SAMPLES,
     "dpo": _PAIRS, "reward": _PAIRS, "orpo": _PAIRS, "simpo": _PAIRS, "cpo": _PAIRS,
+    "gkd": _SAMPLES, "diffusion": _SAMPLES, "embed": _PAIRS, "rerank": _PAIRS,
     "classify": {"texts with a label": ("text", "label"), "tokens": ("input_ids",)},
     "label_tokens": {"tokens with labels": ("input_ids", "labels"), "tokens": ("input_ids",)},
     # The chosen answer is the sample, the rejected one another answer to its prompt, whatever the sample's rating
@@ -181,11 +182,18 @@ class Samples:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
 class Pairs(Samples):
-    """Collates pairs of answers: all chosen ones, then all rejected ones, in one batch (2B, T)."""
+    """Collates pairs of answers: all chosen ones, then all rejected ones, in one batch (2B, T).
+
+    `negatives` is how often a rejected one counts, for documents of which there are several of its length.
+    """
+
+    negatives: int = 1
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        return self.batch([(row[f"{side}_ids"], row[f"{side}_labels"]) for side in SIDES for row in rows])
+        sides = (SIDES[0], *(SIDES[1],) * self.negatives)
+        return self.batch([(row[f"{side}_ids"], row[f"{side}_labels"]) for side in sides for row in rows])
 
 
 @dataclass(frozen=True, kw_only=True)

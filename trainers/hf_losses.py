@@ -4,16 +4,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss, pad
 from transformers import Trainer
 from trl.trainer.utils import selective_log_softmax
 
 from .hf_data import IGNORED, OTHER
 
 Batch = dict[str, torch.Tensor]
+_CHUNK = 512  # tokens at a time in GKD's divergence (ms-swift's gkd_loss.py)
 
 
-class _MicroBatchMean(Trainer):  # type: ignore[misc]
+class MicroBatchMean(Trainer):  # type: ignore[misc]
     """A trainer whose loss is a mean over each micro-batch."""
 
     loss_is_scaled_for_ga = False
@@ -23,7 +24,7 @@ class _MicroBatchMean(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = False  # transformers below 5.18 has no loss_is_scaled_for_ga
 
 
-class _Preferences(_MicroBatchMean):
+class _Preferences(MicroBatchMean):
     """A trainer whose loss is over log-probabilities of answers, from the logits of all their tokens at once."""
 
     def __init__(self, *args: Any, beta: float, float32_logits: bool, **more: Any) -> None:
@@ -52,9 +53,10 @@ class _Referenced(_Preferences):
         return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def _without_adapter(self, model: Any) -> AbstractContextManager[Any]:
-        if self.reference is not None:
+        if self.reference is not None or not hasattr(self.accelerator.unwrap_model(model), "disable_adapter"):
             return nullcontext()
-        return self.accelerator.unwrap_model(model).disable_adapter()  # type: ignore[no-any-return]
+        found: AbstractContextManager[Any] = self.accelerator.unwrap_model(model).disable_adapter()
+        return found
 
 
 class DpoTrainer(_Referenced):
@@ -107,6 +109,89 @@ class AsftTrainer(_Referenced):
         divergence = kl_div(own.log_softmax(-1), others.softmax(-1), reduction="none").sum(-1)
         loss = loss + self.beta * (divergence * counted.float()).sum() / counted.sum()
         return (loss, outputs) if return_outputs else loss
+
+
+class GkdTrainer(_Referenced):
+    """Distillation from a frozen teacher: a divergence of the logits of all words, as in ms-swift's GKD trainer.
+
+    The student goes first and its logits wait for the teacher's (rlhf_trainers/gkd_trainer.py, gkd_loss.py). The
+    teacher is a model of its own, the policy without its adapter, or a server that sends `words` log-probabilities a
+    token. The model's usual loss counts beside it with `nll_weight`.
+    """
+
+    def __init__(
+        self, *args: Any, nll_weight: float, temperature: float, words: int | None, answer: int | None, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self.nll_weight, self.temperature, self.words, self.answer = nll_weight, temperature, words, answer
+        self.served = words is not None and self.reference is None
+
+    def compute_loss(
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the tokens of a micro-batch."""
+        asked: dict[str, Any] = dict(inputs)
+        if self.answer is not None:  # logits from the last token of the prompt on
+            asked["labels"] = asked["labels"][:, -(self.answer + 1) :]
+            asked["logits_to_keep"] = self.answer + 1
+        labels = asked["labels"] if self.nll_weight else asked.pop("labels")
+        outputs = model(**asked, use_cache=False)
+        counted = torch.roll(labels, shifts=-1, dims=1) != IGNORED
+        if not self.served:
+            asked.pop("labels", None)
+            with torch.no_grad(), self._without_adapter(model):
+                taught = (self.reference or model)(**asked, use_cache=False).logits
+        if self.words is None:
+            own, others = outputs.logits[counted], taught[counted]
+            scores, targets = _same_width(own, others)
+        else:
+            shape = (*counted.shape, self.words)
+            told, places = (
+                torch.topk(taught, self.words)
+                if not self.served
+                else (
+                    torch.zeros(shape, device=counted.device),
+                    torch.zeros(shape, dtype=torch.long, device=counted.device),
+                )
+            )
+            own, targets = outputs.logits[counted], told[counted]
+            scores = torch.gather(own, -1, places[counted])
+        scores, targets = scores / self.temperature, targets / self.temperature
+        loss = _divergence(scores, targets, self.beta) / len(own)
+        if self.nll_weight:
+            loss = loss + self.nll_weight * outputs.loss
+        return (loss, outputs) if return_outputs else loss
+
+
+def _same_width(own: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two vocabularies, the smaller one filled up from the other (gkd_loss.py, _align_vocab)."""
+    words, taught = own.shape[-1], others.shape[-1]
+    if words < taught:
+        own = pad(own, (0, taught - words))
+        own[..., words:] = others[..., words:]
+    elif taught < words:
+        others = pad(others, (0, words - taught))
+        others[..., taught:] = own[..., taught:]
+    return own, others
+
+
+def _divergence(scores: torch.Tensor, targets: torch.Tensor, beta: float) -> torch.Tensor:
+    """The sum over rows (N, V) of the generalised Jensen-Shannon divergence, in chunks (gkd_loss.py, jsd_loss)."""
+    total = scores.new_zeros(())
+    share = torch.tensor(beta, dtype=scores.dtype, device=scores.device)
+    for start in range(0, len(scores), _CHUNK):
+        own, others = (found[start : start + _CHUNK].log_softmax(-1) for found in (scores, targets))
+        if beta in (0, 1):
+            each = _kl(own, others) if beta == 0 else _kl(others, own)
+        else:
+            mixed = torch.logsumexp(torch.stack([own + torch.log1p(-share), others + torch.log(share)]), dim=0)
+            each = share * _kl(mixed, others) + (1 - share) * _kl(mixed, own)
+        total = total + each.sum()
+    return total
+
+
+def _kl(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (torch.exp(targets) * (targets - inputs)).sum(-1)
 
 
 class KtoTrainer(_Referenced):
@@ -199,7 +284,7 @@ class PairsTrainer(_Preferences):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-class LabelTrainer(_MicroBatchMean):
+class LabelTrainer(MicroBatchMean):
     """The loss of a sequence classifier: cross-entropy over classes, or the squared error of one score."""
 
     def compute_loss(
@@ -212,7 +297,7 @@ class LabelTrainer(_MicroBatchMean):
         return (loss, {"logits": scores}) if return_outputs else loss
 
 
-class RewardTrainer(_MicroBatchMean):
+class RewardTrainer(MicroBatchMean):
     """A reward model's pairwise loss: of a sequence classifier with one label, or a causal model with a value head."""
 
     def compute_loss(

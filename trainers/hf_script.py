@@ -10,10 +10,11 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-TOKENS = ("sft", "asft")  # losses over the tokens of samples
+TOKENS = ("sft", "asft", "gkd", "diffusion")  # losses over the tokens of samples
 SAMPLES = (*TOKENS, "classify", "label_tokens")  # of which a row is one sample; those of the others are two answers
 WITH_REFERENCE = ("asft", "dpo", "kto")
-OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward")
+OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward", "gkd", "embed",
+              "rerank", "diffusion")  # fmt: skip
 
 
 @dataclass
@@ -26,7 +27,9 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "help": "The loss: the causal model's own (sft), one weighted by each token's probability beside a "
             "divergence from the model at the start (asft), DPO's sigmoid loss over pairs of answers (dpo), KTO's over "
             "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), one over labels of "
-            "whole samples (classify) or of their tokens (label_tokens), or a pairwise loss over scores (reward).",
+            "whole samples (classify) or of their tokens (label_tokens), a pairwise loss over scores (reward), a "
+            "divergence from a teacher's words (gkd), one over pairs of texts that mean the same (embed), or over "
+            "documents of which the chosen one fits (rerank).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -71,7 +74,7 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=None,
         metadata={
             "help": "Quantisation-aware training by torchao: weight_dtype, activation_dtype, group_size, "
-            "quantize_embedding."
+            "quantize_embedding; or by onebitllms: weight_dtype ternary."
         },
     )
     trainable_layers: int | None = field(
@@ -100,6 +103,78 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     nll_weight: float = field(
         default=0.0, metadata={"help": "The weight of the chosen answers' cross-entropy in orpo, simpo and cpo."}
     )
+    sequence_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks that compute parts of the same samples. It is simulated, not run."}
+    )
+    sequence_parallel: str = field(
+        default="ulysses",
+        metadata={
+            "help": "How these attend to each other: by heads, and in a ring where the model has fewer (ulysses, as "
+            "ms-swift), or to keys and values that are gathered head by head (gathered, as Axolotl).",
+            "choices": ["ulysses", "gathered"],
+        },
+    )
+    loss_chunk: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens at a time whose loss is computed where ranks share samples (ms-swift's "
+            "CELOSS_PARALLEL_SIZE)."
+        },
+    )
+    bottleneck: int | None = field(
+        default=None,
+        metadata={
+            "help": "The width of adapters of two linear layers, one behind the MLP of every layer, which are trained "
+            "alone (ms-swift's tuner_type adapter)."
+        },
+    )
+    reft_rank: int | None = field(
+        default=None,
+        metadata={"help": "The rank of LoReFT, which changes the output of every layer and is trained alone."},
+    )
+    engine_share: float = field(
+        default=0.0, metadata={"help": "The part of the card that a rollout engine beside holds. It is simulated only."}
+    )
+    expert_parallel_size: int = field(
+        default=1, metadata={"help": "Ranks over which the experts are dealt out. It is simulated, not run."}
+    )
+    pruning_masks: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether each weight of a linear layer but the head's has a mask of one byte beside it, as "
+            "LLM Compressor keeps pruned ones."
+        },
+    )
+    host_experts: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the routed experts compute in host memory (KTransformers). It is simulated, not run."
+        },
+    )
+    teacher_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "The frozen model that gkd learns from; None: the trained one without its adapter."},
+    )
+    teacher_words: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many of a token's likeliest words gkd learns; without a teacher_model_name_or_path a server "
+            "tells them."
+        },
+    )
+    answer_tokens: int | None = field(
+        default=None,
+        metadata={"help": "How many of a sample's last tokens gkd learns and makes logits of; None: of all."},
+    )
+    mask_token: int = field(default=0, metadata={"help": "The token that stands for a masked one in diffusion."})
+    temperature: float = field(default=1.0, metadata={"help": "What gkd divides the logits by."})
+    negatives: int = field(
+        default=1, metadata={"help": "How many documents that do not fit stand beside one that fits, in rerank."}
+    )
+    word_scores: bool = field(
+        default=False,
+        metadata={"help": "Whether rerank compares the logits of two words, in place of a classifier's score."},
+    )
     value_head: bool = field(
         default=False,
         metadata={
@@ -118,7 +193,15 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         wrong = [
             f"{key} must be 1 or more; got {value}"
-            for key in ("max_length", "pad_to_multiple_of", "trainable_layers", "added_layers", "num_labels")
+            for key in (
+                "max_length",
+                "pad_to_multiple_of",
+                "trainable_layers",
+                "added_layers",
+                "num_labels",
+                "teacher_words",
+                "negatives",
+            )
             if (value := getattr(self, key)) is not None and value < 1
         ]
         if self.packing and self.objective not in TOKENS:
@@ -129,16 +212,34 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append(f"peft_adapter must be a mapping with a peft_type; got {self.peft_adapter!r}")
         if self.qat is not None and not isinstance(self.qat, dict):
             wrong.append(f"qat must be a mapping with a weight_dtype; got {self.qat!r}")
+        alone = [key for key in ("bottleneck", "reft_rank", "added_layers", "trainable_layers")
+                 if getattr(self, key) is not None]  # fmt: skip
+        if len(alone) > 1 and {"bottleneck", "reft_rank"} & set(alone):
+            wrong.append(f"{alone[0]} is trained alone; omit it or {', '.join(alone[1:])}")
+        if not 0 <= self.engine_share < 1:
+            wrong.append(f"engine_share must be from 0 to below 1; got {self.engine_share}")
         if self.added_layers is not None and self.trainable_layers is not None:
             wrong.append("added_layers are trained alone; omit them or trainable_layers")
         if self.spread_layers and self.trainable_layers is None:
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
         if self.trains_rest and self.trainable_layers is None:
             wrong.append("trains_rest says what is trained beside some layers; it needs trainable_layers")
+        if self.block_diagonal and self.objective == "diffusion":
+            wrong.append("block_diagonal is causal; omit it with objective: diffusion")
         if self.block_diagonal and not self.packing:
             wrong.append("block_diagonal keeps packed samples apart; it needs packing: true")
         if self.cut_cross_entropy and self.objective != "sft":
             wrong.append(f"cut_cross_entropy is of objective: sft; got objective: {self.objective}; omit it")
+        if self.objective != "gkd" and (self.teacher_model_name_or_path or self.teacher_words or self.answer_tokens):
+            wrong.append(
+                f"a teacher, or a part of the tokens to learn, is of objective: gkd; got objective: {self.objective}"
+            )
+        if self.sequence_parallel_size > 1 and self.objective not in ("sft", "embed"):
+            wrong.append(f"sequence_parallel_size is of objective: sft or embed; got objective: {self.objective}")
+        if self.loss_chunk is not None and self.sequence_parallel_size == 1:
+            wrong.append("loss_chunk is of samples that ranks share; omit it or set sequence_parallel_size")
+        if self.word_scores and self.objective != "rerank":
+            wrong.append(f"word_scores is of objective: rerank; got objective: {self.objective}; omit it")
         if self.value_head and self.objective != "reward":
             wrong.append(f"value_head is a reward model's; got objective: {self.objective}; omit value_head")
         if wrong:

@@ -1,19 +1,20 @@
 """A plain `transformers.Trainer` made from a recipe: its model and its batches."""
 
-import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
+from peft import get_peft_model
+from torch.nn.functional import linear
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     Trainer,
-    TrainerCallback,
     set_seed,
 )
 from trl import get_peft_config, get_quantization_config
@@ -22,14 +23,20 @@ from trl.trainer.utils import create_model_from_path
 from autofit.errors import ConfigError, quoted
 from autofit.fakegpu.linear_loss import CUT, fuse
 
+from .common import on_host
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
-from .hf_losses import AsftTrainer, DpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
+from .hf_experts import to_host
+from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
+from .hf_parts import Allocates, add_bottlenecks, add_layers, add_reft, freeze_all_but, other_adapter
 from .hf_script import SAMPLES, WITH_REFERENCE
+from .hf_sequence import SharedTrainer
+from .hf_tasks import DiffusionTrainer, EmbeddingTrainer, RerankTrainer, with_two_words, without_words
 from .trl_config import TrlConfig
 
-_SCORED = ("classify", "reward")  # objectives over a model with a head for scores in place of words
+_SCORED = ("classify", "reward", "rerank")  # objectives over a model with a head for scores in place of words
 _LABELLED = ("classify", "label_tokens")
-_SOME_STEPS = 1000  # of AdaLoRA's schedule where the recipe does not say how many it trains
+_SCORED_BY = {"classify": LabelTrainer, "reward": RewardTrainer, "rerank": RerankTrainer}
+_WITH_NO_OTHER = {"embed": EmbeddingTrainer, "diffusion": DiffusionTrainer}
 _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that reads packed samples by positions
 
 
@@ -42,7 +49,14 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
     set_seed(training.seed)  # of the adapters; the Trainer sets it again
     training.remove_unused_columns = False  # the collator reads them
     tokenizer = tokenizer or tokenizer_of(config)
-    model = adapted(model_of(config), config, padding=int(tokenizer.pad_token_id))
+    with on_host() if training.host_experts else nullcontext():
+        model = model_of(config)
+    if training.host_experts:
+        to_host(model)
+    model = adapted(model, config, padding=int(tokenizer.pad_token_id))
+    if training.expert_parallel_size > 1:  # each rank has its own, so DDP leaves them alone
+        names = [name for name, _ in model.named_parameters() if ".experts." in name]
+        model._ddp_params_and_buffers_to_ignore = names
     if training.cut_cross_entropy and not fuse(model, CUT):
         raise ConfigError(
             "cut_cross_entropy needs a model whose head is one linear layer without a bias; omit it for "
@@ -53,12 +67,18 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         "data_collator": collator_of(config, model, tokenizer), "processing_class": tokenizer,
     }  # fmt: skip
     if (training.peft_adapter or {}).get("peft_type") == "ADALORA":
-        common["callbacks"] = [_Allocates()]
+        common["callbacks"] = [Allocates()]
     if training.objective in ("sft", "label_tokens"):
-        return Trainer(**common)
+        return (SharedTrainer if training.sequence_parallel_size > 1 else Trainer)(**common)
     if training.objective in _SCORED:
-        return (RewardTrainer if training.objective == "reward" else LabelTrainer)(**common)
+        return _SCORED_BY[training.objective](**common)
+    if training.objective in _WITH_NO_OTHER:
+        return _WITH_NO_OTHER[training.objective](**common)
     common |= {"beta": training.beta, "float32_logits": training.float32_logits}
+    if training.objective == "gkd":
+        common |= {"nll_weight": training.nll_weight, "temperature": training.temperature}
+        common["answer"] = training.answer_tokens
+        return GkdTrainer(**common, words=training.teacher_words, reference=_teacher_of(config))
     if training.objective not in WITH_REFERENCE:
         gamma, weight = training.simpo_gamma, training.nll_weight
         return PairsTrainer(**common, loss=training.objective, gamma=gamma, nll_weight=weight)
@@ -84,15 +104,16 @@ def tokenizer_of(config: TrlConfig) -> Any:
 def architecture_of(config: TrlConfig) -> Any:
     if config.training.objective == "label_tokens":
         return AutoModelForTokenClassification
-    is_classifier = config.training.objective in _SCORED and not config.training.value_head
+    in_words = config.training.value_head or config.training.word_scores
+    is_classifier = config.training.objective in _SCORED and not in_words
     return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
 
 
-def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
-    """The model as it is loaded, in the recipe's `dtype` or another."""
+def model_of(config: TrlConfig, *, dtype: object = None, teacher: str | None = None) -> Any:
+    """The model as it is loaded, in the recipe's `dtype` or another; or the `teacher` of that name."""
     model = config.model
     kwargs: dict[str, Any] = {
-        "revision": model.model_revision, "trust_remote_code": config.training.trust_remote_code,
+        "revision": None if teacher else model.model_revision, "trust_remote_code": config.training.trust_remote_code,
         "attn_implementation": model.attn_implementation, "dtype": dtype or model.dtype,
     }  # fmt: skip
     quantization = get_quantization_config(model)
@@ -100,9 +121,11 @@ def model_of(config: TrlConfig, *, dtype: object = None) -> Any:
         kwargs["quantization_config"] = quantization
     if architecture_of(config) is not AutoModelForCausalLM:
         kwargs["num_labels"] = config.training.num_labels if config.training.objective in _LABELLED else 1
+    if config.training.expert_parallel_size > 1:
+        kwargs["experts_over"] = config.training.expert_parallel_size
     if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
         kwargs["device_map"] = None  # each rank has its own card
-    return create_model_from_path(model.model_name_or_path, architecture_of(config), **kwargs)
+    return create_model_from_path(teacher or model.model_name_or_path, architecture_of(config), **kwargs)
 
 
 def _reference_of(config: TrlConfig) -> Any:
@@ -110,6 +133,12 @@ def _reference_of(config: TrlConfig) -> Any:
     training = config.training
     half = "bfloat16" if training.bf16 else "float16" if training.fp16 else None
     return model_of(config, dtype=half).requires_grad_(False).eval()
+
+
+def _teacher_of(config: TrlConfig) -> Any:
+    """GKD's frozen model, loaded as the student is (ms-swift's pipelines/train/rlhf.py); None where it has none."""
+    name = config.training.teacher_model_name_or_path
+    return None if name is None else model_of(config, teacher=name).requires_grad_(False).eval()
 
 
 def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
@@ -122,7 +151,15 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         from .hf_training import prepare
 
         prepare(model, training.qat)
-    if training.objective in _SCORED and not training.value_head:
+    if training.pruning_masks:  # llmcompressor/modifiers/pruning/utils/pytorch/layer_mask.py
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+                module.register_buffer("mask", torch.ones_like(module.weight, dtype=torch.bool), persistent=False)
+    if training.objective == "embed":
+        without_words(model)
+    elif training.word_scores:
+        with_two_words(model)
+    elif training.objective in _SCORED and not training.value_head:
         model.config.pad_token_id = padding  # the score is that of the last token that is no padding
         if lora is not None:
             lora.task_type = "SEQ_CLS"
@@ -132,9 +169,16 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         model = get_peft_model(model, lora, autocast_adapter_dtype=training.adapter_dtype != "bfloat16")
         if training.gradient_checkpointing:  # the first checkpointed layer has no other input that needs a gradient
             model.enable_input_require_grads()
+    elif training.bottleneck is not None or training.reft_rank is not None:
+        if training.bottleneck is not None:
+            add_bottlenecks(model, training.bottleneck)
+        else:
+            add_reft(model, training.reft_rank)
+        if training.gradient_checkpointing:
+            model.enable_input_require_grads()
     elif training.trainable_layers is not None or training.added_layers is not None:
         if training.added_layers is None:
-            _freeze_all_but(
+            freeze_all_but(
                 model, training.trainable_layers, spread=training.spread_layers, with_rest=training.trains_rest
             )
             # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers
@@ -154,90 +198,6 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     return WithValueHead(model) if training.value_head else model
 
 
-def other_adapter(lora: Any, given: Mapping[str, Any], *, total_steps: int) -> Any:
-    """The config of another adapter of PEFT's on the modules that LoRA would have. Raises ConfigError."""
-    options = dict(given)
-    kind = str(options.pop("peft_type")).upper()
-    known = {one.value: made for one, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    if kind not in known:
-        raise ConfigError(f"peft_adapter: peft_type must be a type of PEFT's adapters; got {quoted(kind)}")
-    common = {"task_type": lora.task_type, "target_modules": lora.target_modules,
-              "modules_to_save": lora.modules_to_save}  # fmt: skip
-    if kind == "ADALORA":
-        common |= {"lora_alpha": lora.lora_alpha, "lora_dropout": lora.lora_dropout}
-        options.setdefault("total_step", max(total_steps, _SOME_STEPS))
-    try:
-        return known[kind](**{**common, **options})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"peft_adapter: {kind} does not take these options: {error}") from error
-
-
-class _Allocates(TrainerCallback):  # type: ignore[misc]
-    """AdaLoRA's ranks, which PEFT allocates anew after each step from sums that it keeps of each trained weight."""
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        model = more["model"]
-        model.base_model.update_and_allocate(state.global_step + 1)
-
-
-def _freeze_all_but(model: Any, count: int, *, spread: bool, with_rest: bool = False) -> None:
-    """Freeze `model` but for its last `count` layers, or for the last of each of `count` groups of layers.
-
-    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). `with_rest` freezes layers only,
-    as LISA does (ms-swift's callbacks/lisa.py). Raises ConfigError.
-    """
-    _, layers = _layers(model)
-    for frozen in layers if with_rest else [model]:
-        frozen.requires_grad_(False)
-    number = len(layers)
-    if spread and number % count:
-        raise ConfigError(f"the {number} layers of the model must be a multiple of trainable_layers {count}")
-    for layer in layers[number // count - 1 :: number // count] if spread else layers[-count:]:
-        layer.requires_grad_(True)
-
-
-def _layers(model: Any) -> tuple[str, list[Any]]:
-    """(the name of the list of a model's layers, the layers)."""
-    number = model.config.get_text_config().num_hidden_layers
-    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == number)
-    name, found = next(lists)
-    return name, list(found)
-
-
-def add_layers(model: Any, count: int) -> None:
-    """Add a copy of the last of each of `count` groups of layers behind it, and freeze all but these.
-
-    The copies add nothing at first, as ms-swift's LLaMA-Pro makes them (swift/tuners/llamapro.py). Raises ConfigError.
-    """
-    model.requires_grad_(False)
-    name, layers = _layers(model)
-    config = model.config.get_text_config()
-    if len(layers) % count:
-        raise ConfigError(f"the {len(layers)} layers of the model must be a multiple of added_layers {count}")
-    each = len(layers) // count
-    kinds = getattr(config, "layer_types", None)
-    found, found_kinds = [], []
-    for place, layer in enumerate(layers):
-        new = [layer]
-        if place % each == each - 1:
-            new.append(copy.deepcopy(layer).requires_grad_(True))
-            for part, module in new[1].named_modules():
-                if part.endswith((".o_proj", ".down_proj")):
-                    for parameter in module.parameters():
-                        parameter.data.zero_()
-        found += new
-        found_kinds += [kinds[place]] * len(new) if kinds else []
-    for place, layer in enumerate(found):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = place
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, torch.nn.ModuleList(found))
-    config.num_hidden_layers = len(found)
-    if kinds:
-        config.layer_types = found_kinds
-
-
 def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
     """What makes the batches of a recipe."""
     training = config.training
@@ -248,7 +208,9 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
         tokens = training.objective == "label_tokens"
         return Labelled(**common, classes=training.num_labels, tokens=tokens)
     if training.objective not in SAMPLES:
-        return Rated(**common) if training.objective == "kto" else Pairs(**common)
+        if training.objective == "kto":
+            return Rated(**common)
+        return Pairs(**common, negatives=training.negatives if training.objective == "rerank" else 1)
     if training.block_diagonal:
         flash = model.config._attn_implementation in _VARIABLE_LENGTHS
         return Blocks(**common, flash=flash, dtype=computed_in(config, model))
@@ -273,6 +235,11 @@ _MX_BLOCK = 32  # values that share a scale
 
 def prepare(model: Any, given: Mapping[str, Any]) -> None:
     """Replace the linear layers of `model`, and its embeddings if these are asked for. Raises ConfigError."""
+    if given.get("weight_dtype") == "ternary":
+        if len(given) > 1:
+            raise ConfigError("qat: weight_dtype ternary has no other keys")
+        _with_ternary_weights(model)
+        return
     try:
         from torchao.quantization import quantize_
     except ImportError as error:
@@ -285,6 +252,37 @@ def prepare(model: Any, given: Mapping[str, Any]) -> None:
     quantize_(model, _config(weight, inputs, group))
     if given.get("quantize_embedding"):
         quantize_(model, _config(weight, None, group), filter_fn=lambda m, _: isinstance(m, torch.nn.Embedding))
+
+
+def _with_ternary_weights(model: torch.nn.Module) -> None:
+    """Let all linear layers but the head round copies of inputs and weights, as onebitllms' BitNetLinear."""
+
+    def rounded(layer: Any, states: torch.Tensor) -> torch.Tensor:
+        weights = layer.weight
+        states = states + (_to_8_bits(states) - states).detach()
+        weights = weights + (_to_thirds(weights) - weights).detach()
+        return linear(states, weights, layer.bias)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
+            module.forward = MethodType(rounded, module)  # type: ignore[method-assign]
+
+
+def _to_8_bits(states: torch.Tensor) -> torch.Tensor:
+    """Rows rounded to 255 steps of their largest number; onebitllms' kernel makes one tensor."""
+    found = torch.empty_like(states)
+    with torch.no_grad():
+        scale = 127.0 / states.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        found.copy_((states * scale).round().clamp(-128, 127) / scale)
+    return found
+
+
+def _to_thirds(weights: torch.Tensor) -> torch.Tensor:
+    found = torch.empty_like(weights)
+    with torch.no_grad():
+        scale = 1.0 / weights.abs().mean().clamp(min=1e-5)
+        found.copy_((weights * scale).round().clamp(-1, 1) / scale)
+    return found
 
 
 def _config(weight: str, inputs: str | None, group: int | None) -> Any:

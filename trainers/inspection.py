@@ -15,7 +15,15 @@ from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.units import format_bytes
 
 from .common import dtype_of
-from .offline import NO_MODEL, STATE_IT, made_up_dataset, read_config, stand_in_model, unknown_model
+from .offline import (
+    NO_MODEL,
+    OTHER_MODELS,
+    STATE_IT,
+    made_up_dataset,
+    read_config,
+    stand_in_model,
+    unknown_model,
+)
 from .trl_config import TrlConfig, parse
 
 
@@ -45,11 +53,10 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
     loading = {"revision": config.model.model_revision, "trust_remote_code": trust}
     model = stand_in_model(name, folder, **loading)
     changes: dict[str, object] = {"model_name_or_path": model}
-    reward_model = getattr(config.script, "reward_model_name_or_path", None)
-    if reward_model:
-        changes["reward_model_name_or_path"] = stand_in_model(
-            reward_model, folder, key="reward_model_name_or_path", trust_remote_code=trust
-        )
+    for key in OTHER_MODELS:
+        other = getattr(config.script, key, None) or getattr(config.training, key, None)
+        if other:
+            changes[key] = stand_in_model(other, folder, key=key, trust_remote_code=trust)
     if prompt_tokens is None:
         if model != name:
             raise ConfigError(

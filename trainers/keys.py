@@ -83,13 +83,14 @@ def hf_tiers(
 ) -> dict[str, Tier]:
     """The tiers of the split and of the ranks: a loss over pairs is a mean over them, the others one over tokens.
 
-    KTO subtracts the mean over a micro-batch of all ranks. ASFT's loss and that of labelled tokens are means over the
-    tokens of a micro-batch, as is TRL's cross-entropy beside ORPO, SimPO and CPO.
+    KTO subtracts the mean over a micro-batch of all ranks, and an embedding is compared with all others of it. The
+    losses of ASFT, GKD, diffusion and labelled tokens are means over the tokens of a micro-batch, as is TRL's
+    cross-entropy beside ORPO, SimPO and CPO.
     """
     objective = resolved.get("objective")
     apart = objective == "sft" and resolved.get("average_tokens_across_devices") is False
     tokens = objective in ("orpo", "simpo", "cpo") and resolved.get("nll_weight") and not resolved["float32_logits"]
-    means = objective in ("asft", "kto", "label_tokens") or bool(tokens)
+    means = objective in ("asft", "kto", "label_tokens", "gkd", "embed", "diffusion") or bool(tokens)
     return {**_tiers(balances_experts or means, False, apart or means), **weights_tiers(resolved)}
 
 

@@ -96,7 +96,8 @@ _VOCABULARIES = (
     "tekken.json", "tokenizer.tiktoken",
 )  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-_MODELS = {"model_name_or_path": _MODEL, "reward_model_name_or_path": _REWARD_MODEL}
+OTHER_MODELS = {"reward_model_name_or_path": _REWARD_MODEL, "teacher_model_name_or_path": "stand_in_teacher"}
+_MODELS = {"model_name_or_path": _MODEL, **OTHER_MODELS}
 # Columns of a synthetic sample, each with its share of the tokens; TRL's DPO adds its answers to its prompt. Columns of
 # `_ids` hold tokens in place of text.
 _COLUMNS = {
@@ -109,8 +110,10 @@ _COLUMNS = {
     "hf asft": {"input_ids": 1.0},
     "hf classify": {"input_ids": 1.0},
     "hf label_tokens": {"input_ids": 1.0},
+    "hf gkd": {"input_ids": 1.0},
+    "hf diffusion": {"input_ids": 1.0},
     **{f"hf {objective}": {"chosen_ids": 1.0, "rejected_ids": 1.0}
-       for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward")},
+       for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward", "embed", "rerank")},
 }  # fmt: skip
 _TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"

@@ -25,13 +25,12 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
 
+from .sequence import HEADS, TOKENS, Exchanged, Gathered
 from .verl_losses import FusedLogProbs, entropy_in_chunks, entropy_of, row_log_probs
 
 # Ulysses' sequence parallelism: a group of ranks has parts of the same packed samples, in attention of their heads.
 #
 # Read in verl at commit 1dda039b: verl/utils/ulysses.py and verl/models/transformers/monkey_patch.py. Imports torch.
-
-_TOKENS, _HEADS = 1, 2  # the dimensions of queries, keys and values: (1, tokens, heads, width)
 
 
 class Ulysses:
@@ -59,7 +58,7 @@ class Ulysses:
 
     def whole(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
         """The numbers of all `tokens` from each rank's part."""
-        found: torch.Tensor = _Gathered.apply(values, self)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = Gathered.apply(values, 0, self.group)  # type: ignore[no-untyped-call]
         return found[:tokens]
 
     def begin(self, positions: torch.Tensor) -> None:
@@ -77,7 +76,7 @@ class Ulysses:
         return torch.nn.functional.pad(packed, (0, more)) if more else packed
 
     def _of_all_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Exchanged.apply(states, _HEADS, _TOKENS, self.group)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = Exchanged.apply(states, HEADS, TOKENS, self.group)  # type: ignore[no-untyped-call]
         return found
 
     def _attend(
@@ -93,9 +92,9 @@ class Ulysses:
         assert self._positions is not None
         assert gathered.shape == self._positions.shape
         found = _flash_attention_forward(
-            query, key, value, *args, query_length=query.shape[_TOKENS], position_ids=self._positions, **options
+            query, key, value, *args, query_length=query.shape[TOKENS], position_ids=self._positions, **options
         )
-        back: torch.Tensor = _Exchanged.apply(found, _TOKENS, _HEADS, self.group)  # type: ignore[no-untyped-call]
+        back: torch.Tensor = Exchanged.apply(found, TOKENS, HEADS, self.group)  # type: ignore[no-untyped-call]
         return back
 
 
@@ -106,42 +105,6 @@ def _repeated(states: torch.Tensor, ranks: int) -> torch.Tensor:
     if times <= 1:
         return states
     return states[:, :, :, None].expand(1, tokens, heads, times, width).reshape(1, tokens, heads * times, width)
-
-
-def _exchanged(states: torch.Tensor, split: int, joined: int, group: Any) -> torch.Tensor:
-    """All-to-all: dimension `split` is dealt to the ranks, what they hold of `joined` is put together."""
-    sent = [part.contiguous() for part in torch.tensor_split(states, distributed.get_world_size(group), split)]
-    received = [torch.empty_like(sent[0]) for _ in sent]
-    distributed.all_to_all(received, sent, group=group)
-    return torch.cat(received, dim=joined).contiguous()
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, split: int, joined: int, group: Any) -> torch.Tensor:
-        ctx.back = joined, split, group
-        return _exchanged(states, split, joined, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grads[0], *ctx.back), None, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """All-gather along the tokens; each rank's gradient is its own part, times the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, ulysses: Ulysses) -> torch.Tensor:
-        ctx.ulysses, ctx.length = ulysses, values.shape[0]
-        whole = torch.empty((values.shape[0] * ulysses.size,), dtype=values.dtype, device=values.device)
-        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its new name
-        gather(whole, values, group=ulysses.group)
-        return torch.cat(whole.split(values.shape[0]))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        scaled = grads[0] * ctx.ulysses.size
-        return scaled.split(ctx.length)[ctx.ulysses.rank].contiguous(), None
 
 
 _LOGITS = "logits"  # of the model itself, among what a pass returns

@@ -5,6 +5,7 @@ core/builders (trainers, collators), loaders/model.py and adapter.py (what is he
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,6 @@ _GRPO = ("max_completion_length", "use_vllm", "vllm_mode", "generation_batch_siz
          "importance_sampling_level", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
          "num_iterations", "epsilon", "epsilon_high", "loss_type", "mask_truncated_completions",
          "multi_objective_aggregation", "vllm_enable_sleep_mode", "scale_rewards", "sync_ref_model")  # fmt: skip
-_PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "expert_parallel_size")
 _GRPO_UNLIKE = ("use_data_producer", "async_prefetch", "streaming_partial_batch", "rollout_func", "vllm_lora_sync")
 
 
@@ -45,6 +45,12 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
             raise ConfigError("process_reward_model needs samples, without rl or reward_model")
         objective = "label_tokens"
         draft.put("num_labels", draft.whole("num_labels", 2))
+    if _has_plugin(draft, "DiffusionPlugin"):
+        if trainer != "hf" or objective != "sft":
+            raise ConfigError("the plugin DiffusionPlugin is simulated with samples, without rl")
+        objective = "diffusion"
+        token = draft.mapping("diffusion").get("mask_token_id")
+        draft.put("mask_token", token if isinstance(token, int) else None, "diffusion.mask_token_id")
     if trainer == "hf":
         draft.put("objective", objective, "process_reward_model" if objective == "label_tokens" else "rl")
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
@@ -73,9 +79,13 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     elif objective in _LIKE_TRL:
         _full_logits(draft, objective)
     _qat(draft, trainer)
+    _pruned(draft, trainer)
     _plugins(draft)
     keys_of(AXOLOTL.name).take(draft)
-    ranks = _ranks(draft) if ranks is None else ranks
+    sharers, dealt = _shared_sequence(draft, objective), _dealt_experts(draft, launch)
+    ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
+    if ranks is not None and ranks % sharers:
+        raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
 
@@ -84,11 +94,8 @@ def _trainer(draft: Draft) -> str:
     if draft.given.get("base_model") is None:
         raise ConfigError("base_model is missing")
     draft.refuse(keys_of(AXOLOTL.name).refused)
-    for key in _PARALLEL:
-        if (draft.whole(key) or 1) > 1:
-            raise ConfigError(
-                f"{key}: tensor, sequence and expert parallelism are not simulated; DDP, FSDP and ZeRO are"
-            )
+    if (draft.whole("tensor_parallel_size") or 1) > 1:
+        raise ConfigError("tensor_parallel_size: tensor parallelism is not simulated; DDP, FSDP and ZeRO are")
     draft.check_model(draft.given.get("base_model"), str(draft.given.get("chat_template") or "").replace("_", "-"))
     kind = draft.text("rl")
     if kind is not None and kind not in _LIKE_TRL:
@@ -102,6 +109,11 @@ def _trainer(draft: Draft) -> str:
     if not draft.says("datasets") and not draft.says("pretraining_dataset"):
         raise ConfigError("datasets is missing, and Axolotl does not train without it")
     return "hf"
+
+
+def _has_plugin(draft: Draft, name: str) -> bool:
+    plugins = draft.given.get("plugins")
+    return isinstance(plugins, list) and any(str(plugin).rpartition(".")[2] == name for plugin in plugins)
 
 
 def _batch(draft: Draft) -> None:
@@ -135,12 +147,42 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
     return {}
 
 
-def _ranks(draft: Draft) -> int | None:
-    """Ranks that the file says: those over which it shards, or Ray's workers."""
+def _shared_sequence(draft: Draft, objective: str) -> int:
+    """Ranks with parts of the same samples: ring attention, by heads for packed rows (schemas/validation.py)."""
+    size = max(draft.whole("context_parallel_size") or 1, draft.whole("sequence_parallel_degree") or 1)
+    if size == 1:
+        return 1
+    if objective != "sft" or not draft.values.get("packing"):
+        raise ConfigError("context_parallel_size is simulated with sample_packing: true, and without rl")
+    function, stride = draft.text("ring_attn_func"), draft.whole("heads_k_stride")
+    if function not in (None, "varlen_llama3") or (stride or 1) != 1:
+        raise ConfigError("context_parallel_size is simulated with ring_attn_func: varlen_llama3 and heads_k_stride: 1")
+    draft.put("sequence_parallel_size", size, "context_parallel_size")
+    draft.put("sequence_parallel", "gathered", "context_parallel_size")
+    return size
+
+
+def _dealt_experts(draft: Draft, launch: Mapping[str, object]) -> int:
+    """Ranks over which DeepEP deals the experts out (integrations/expert_parallel); each has samples of its own."""
+    size = draft.whole("expert_parallel_size") or 1
+    if size == 1 or not _has_plugin(draft, "ExpertParallelPlugin"):
+        return 1
+    if launch or draft.values.get("objective") != "sft" or (draft.whole("dp_shard_size") or 1) > 1:
+        raise ConfigError("expert_parallel_size is simulated with DDP on samples, not with FSDP, ZeRO or rl")
+    draft.put("expert_parallel_size", size)
+    draft.note(
+        "expert_parallel_size: tokens are taken to be spread evenly over the experts, and what DeepEP sends and holds "
+        "for it, 256 MiB and copies of a layer's tokens, is not simulated: a lower bound"
+    )
+    return size
+
+
+def _ranks(draft: Draft, sharers: int) -> int | None:
+    """Ranks that the file says: those over which it shards, those that share samples, or Ray's workers."""
     sizes = [draft.whole(key) for key in ("dp_shard_size", "dp_replicate_size")]
     workers = draft.whole("ray_num_workers") if draft.is_on("use_ray") else None
     draft.ignore(("ray_num_workers",))
-    product = math.prod(size or 1 for size in sizes)
+    product = math.prod(size or 1 for size in sizes) * sharers
     return workers or (product if product > 1 else None)
 
 
@@ -257,7 +299,7 @@ def _length(draft: Draft, trainer: str) -> int:
     draft.put("max_length", length, "sequence_len")
     if packing:
         draft.put("packing", True, "sample_packing")
-        draft.put("block_diagonal", True, "sample_packing")
+        draft.put("block_diagonal", None if draft.values["objective"] == "diffusion" else True, "sample_packing")
     if whole_rows:
         draft.put("pad_to_max_length", True, "pad_to_sequence_len")
     elif filled is None:
@@ -287,6 +329,12 @@ def _checkpoints(draft: Draft) -> None:
 def _qat(draft: Draft, trainer: str) -> None:
     """Quantisation-aware training (utils/quantization.py). Raises ConfigError for what ends with an error there."""
     given = draft.mapping("qat")
+    if draft.is_on("use_onebitllms"):  # loaders/model.py
+        if trainer != "hf" or draft.values.get("use_peft"):
+            raise ConfigError("use_onebitllms is simulated where all weights train on samples, not with adapters or rl")
+        draft.put("qat", {"weight_dtype": "ternary"}, "use_onebitllms")
+        draft.fixed.add("use_peft")
+        return
     if not given:
         return
     if trainer != "hf" or draft.values.get("use_peft"):
@@ -299,6 +347,21 @@ def _qat(draft: Draft, trainer: str) -> None:
         )
     keys = ("weight_dtype", "activation_dtype", "group_size", "quantize_embedding")
     draft.put("qat", {"group_size": 32, **{key: given[key] for key in keys if given.get(key) is not None}}, "qat")
+
+
+def _pruned(draft: Draft, trainer: str) -> None:
+    """Weights that LLM Compressor keeps pruned by masks. Raises ConfigError for another of its modifiers."""
+    recipe = draft.mapping("llmcompressor").get("recipe")
+    if not recipe:
+        return
+    named = re.findall(r"\b([A-Za-z]+Modifier)\b", str(recipe))
+    if set(named) != {"ConstantPruningModifier"} or trainer != "hf" or draft.values.get("use_peft"):
+        raise ConfigError(
+            "llmcompressor is simulated with ConstantPruningModifier alone, where all weights train on samples; got "
+            f"{', '.join(dict.fromkeys(named)) or 'no modifier'}"
+        )
+    draft.put("pruning_masks", True, "llmcompressor")
+    draft.fixed.add("use_peft")
 
 
 def _plugins(draft: Draft) -> None:
@@ -386,7 +449,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
-                         "keeps_logits", "cut_cross_entropy")),
+                         "keeps_logits", "cut_cross_entropy", "sequence_parallel",
+                         "mask_token")),
         "per_device_train_batch_size": "micro_batch_size",
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value

@@ -65,7 +65,8 @@ _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on fu
                "kto": "KTO on full logits", "orpo": "ORPO on full logits", "simpo": "SimPO on full logits",
                "cpo": "CPO on full logits", "classify": "a loss over labels of samples",
                "label_tokens": "a loss over labels of tokens",
-               "reward": "a pairwise loss"}  # fmt: skip
+               "reward": "a pairwise loss", "gkd": "GKD on full logits", "embed": "a loss over embeddings of texts",
+               "rerank": "a loss over scores of documents", "diffusion": "a loss over masked words"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:
@@ -105,6 +106,11 @@ def _weights(foreign: Foreign) -> str:
         adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model held {base}{autocast}"
+    if values.get("bottleneck"):
+        width = values["bottleneck"]
+        return f"adapters of width {width} behind each MLP in float32, on a frozen model held in {dtype}{autocast}"
+    if values.get("reft_rank"):
+        return f"LoReFT of rank {values['reft_rank']} at each layer, on a frozen model held in {dtype}{autocast}"
     if values.get("added_layers"):
         return f"{values['added_layers']} added layers trained, beside frozen ones, all held in {dtype}{autocast}"
     if values.get("trainable_layers"):

@@ -50,6 +50,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _method(draft, launch)
     length = _length(draft, stage)
     _checkpoints(draft)
+    _host_experts(draft)
     attention = draft.text("flash_attn", choices=("auto", *_ATTENTION))
     draft.put("attn_implementation", _ATTENTION.get(attention or "auto"), "flash_attn")
     if draft.is_on("enable_liger_kernel"):
@@ -72,7 +73,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     keys.take(draft)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
-    draft.ignore(own.without_effect)
+    draft.ignore((*own.without_effect, "use_kt"))
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 
@@ -84,14 +85,14 @@ def _check_training(draft: Draft) -> str:
         raise ConfigError("the file exports a model and does not train")
     if not draft.says("do_train"):
         raise ConfigError("do_train is not true, so the file does not train")
-    draft.refuse(keys.keys_of(LLAMA_FACTORY.name).refused)
+    draft.check_model(draft.given.get("model_name_or_path"), str(draft.given.get("template") or "").replace("_", "-"))
     stage = draft.text("stage", "sft", choices=("pt", "sft", "rm", "ppo", "dpo", "kto")) or "sft"
     if stage not in _STAGES:
         raise ConfigError(f"stage ppo: PPO, with its four models, is not simulated; {', '.join(_STAGES)} are")
     for key in _SEEING:
         if draft.given.get(key) is not None:
             raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
-    draft.check_model(draft.given.get("model_name_or_path"), str(draft.given.get("template") or "").replace("_", "-"))
+    draft.refuse(keys.keys_of(LLAMA_FACTORY.name).refused)
     return stage
 
 
@@ -107,6 +108,28 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
         return sharing.fsdp(draft.given["fsdp"], config)
     draft.ignore(("fsdp_min_num_params",))
     return {}
+
+
+def _host_experts(draft: Draft) -> None:
+    """KTransformers' experts in host memory, with LoRA (model/adapter.py, model_utils/checkpointing.py)."""
+    if not draft.is_on("use_kt"):
+        return
+    if draft.given.get("finetuning_type", "lora") != "lora":
+        raise ConfigError("use_kt needs finetuning_type lora, as LLaMA-Factory says")
+    if draft.values["objective"] != "sft":
+        raise ConfigError("use_kt is simulated with stage sft or pt")
+    if draft.given.get("kt_use_lora_experts"):
+        raise ConfigError("kt_use_lora_experts: experts of its own on the card are not simulated; omit it")
+    draft.put("host_experts", True, "use_kt")
+    draft.fixed.update(("use_peft", "load_in_4bit", "load_in_8bit"))
+    kwargs = draft.values.get("gradient_checkpointing_kwargs")
+    if isinstance(kwargs, Mapping):
+        draft.put("gradient_checkpointing_kwargs", {**kwargs, "use_reentrant": False}, "use_kt")
+        draft.defaults.pop("use_reentrant_gc", None)
+    draft.note(
+        "use_kt: the routed experts and their adapters are in host memory, and the seconds that they take there are "
+        "not known: a lower bound of the time"
+    )
 
 
 def _method(draft: Draft, launch: Mapping[str, object]) -> None:

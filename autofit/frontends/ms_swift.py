@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import sharing
+from autofit.frontends import sharing, swift_tasks
 from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
@@ -22,8 +22,9 @@ from autofit.recipe.yaml_file import read_yaml_mapping
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
 _LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward",
-         "seq_cls": "classify"}  # fmt: skip
-_NAMED_BY = {"seq_cls": "task_type"}  # the argument that names an objective which is no rlhf_type
+         "gkd": "gkd", "seq_cls": "classify", "embedding": "embed", "reranker": "rerank",
+         "generative_reranker": "rerank"}  # fmt: skip
+_NAMED_BY = dict.fromkeys(swift_tasks.TASKS, "task_type")  # the argument that names an objective which is no rlhf_type
 _SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
 _USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
 _ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
@@ -85,11 +86,12 @@ def training(text: str, *, folder: Path) -> Training:
         raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")
     command, kind, words = found[0]
     values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
-    environment |= {str(key): str(value) for key, value in _env(values).items()}
+    environment |= _env(values)
     config = _accelerate_config(command, folder)
     values = {**sharing.of_accelerate(config), **values}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
-    return Training(values={**values, TYPE: kind}, ranks=_ranks(command, environment, config), notes=notes)
+    values |= {TYPE: kind, "ENV": environment}
+    return Training(values=values, ranks=_ranks(command, environment, config), notes=notes)
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
@@ -169,9 +171,9 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("-", "_"), value if mark else following
 
 
-def _env(values: dict[str, object]) -> Mapping[str, object]:
+def _env(values: dict[str, object]) -> dict[str, str]:
     given = values.pop("ENV", None)
-    return given if isinstance(given, Mapping) else {}
+    return {str(key): str(value) for key, value in given.items()} if isinstance(given, Mapping) else {}
 
 
 # -- its arguments ----------------------------------------------------------------------------------------------------
@@ -201,10 +203,21 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         draft.put("num_labels", draft.whole("num_labels"))
     launch = _launch(draft, folder)
     _batch(draft, kind, ranks)
+    swift_tasks.shared_sequence(draft, kind, ranks, environment)
     _dtype(draft)
     _tuner(draft)
+    if kind == "gkd":
+        swift_tasks.teacher(draft, _ZERO, folder, launch)
+    else:
+        swift_tasks.ignore_teacher(draft, kind)
+    if kind in _NAMED_BY and kind != "seq_cls":
+        swift_tasks.task(draft, kind, environment)
     length = _length(draft, kind)
     _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
+    sharded = launch.get("fsdp_config")
+    if isinstance(sharded, Mapping) and sharded.get("fsdp_activation_checkpointing"):  # sft_args.py: FSDP's own alone
+        draft.put("gradient_checkpointing", False, "fsdp")
+        draft.fixed.add("gradient_checkpointing")
     _others(draft, kind)
     take(draft)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
@@ -216,13 +229,9 @@ def _kind(draft: Draft) -> str:
     if draft.given.get("model") is None:
         raise ConfigError("--model is missing")
     draft.refuse(keys_of(MS_SWIFT.name).refused)
-    task = draft.text(
-        "task_type", choices=("causal_lm", "seq_cls", "embedding", "reranker", "generative_reranker", "prm")
-    )
-    if task not in (None, "causal_lm", "seq_cls"):
-        raise ConfigError(f"task_type {task} is not simulated; causal_lm and seq_cls are")
-    if (draft.whole("sequence_parallel_size") or 1) > 1:
-        raise ConfigError("sequence_parallel_size: sequence parallelism is not simulated; DDP, FSDP2 and ZeRO are")
+    task = draft.text("task_type", choices=("causal_lm", *swift_tasks.TASKS, "prm"))
+    if task == "prm":
+        raise ConfigError(f"task_type prm is not simulated; causal_lm, {', '.join(swift_tasks.TASKS)} are")
     if draft.whole("lisa_activated_layers", least=0) and draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
         raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
     if draft.is_on("use_galore") and not str(draft.given.get("optim", "adamw")).startswith(("adamw", "paged_adamw")):
@@ -232,10 +241,10 @@ def _kind(draft: Draft) -> str:
     draft.check_model(draft.given.get("model"))
     command = draft.text(TYPE)
     rlhf = draft.text("rlhf_type", "dpo" if command == "rlhf" else None)
-    if task == "seq_cls" and rlhf is None:  # a head for scores, and no logits of words
-        if draft.given.get("num_labels") is None:
-            raise ConfigError("num_labels is missing, and ms-swift needs it with task_type seq_cls")
-        return "seq_cls"
+    if task == "seq_cls" and rlhf is None and draft.given.get("num_labels") is None:
+        raise ConfigError("num_labels is missing, and ms-swift needs it with task_type seq_cls")
+    if task in _NAMED_BY and rlhf is None:  # a head for scores, or none, and no logits of words
+        return task
     if rlhf is None:
         return command or "sft"
     if rlhf not in ("grpo", *_LIKE) or rlhf in _NAMED_BY:
@@ -305,10 +314,18 @@ def _tuner(draft: Draft) -> None:
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
     quantised = next((method for method in QUANTISED if f"-{method}" in model), None)
-    if quantised and kind in ("full", "llamapro"):
+    if quantised and kind in ("full", "llamapro", "adapter", "reft"):
         raise ConfigError(f"a model quantised with {quantised.upper()} needs an adapter; set tuner_type: lora")
-    if kind not in ("lora", "full", "llamapro", *_ADAPTERS):
-        raise ConfigError(f"tuner_type {kind} is not simulated; full, lora, llamapro, {', '.join(_ADAPTERS)} are")
+    if kind not in ("lora", "full", "llamapro", "adapter", "longlora", "reft", *_ADAPTERS):
+        raise ConfigError(
+            f"tuner_type {kind} is not simulated; full, lora, longlora, llamapro, adapter, reft, "
+            f"{', '.join(_ADAPTERS)} are"
+        )
+    if kind == "longlora":
+        draft.note(
+            "longlora: attention in groups of a quarter of the tokens is simulated as attention to all: an upper bound "
+            "of the time, and of the memory but for copies of one layer's queries, keys and values"
+        )
     quantizer, bits = draft.text("quant_method"), draft.whole("quant_bits")
     nested, table = draft.is_on("bnb_4bit_use_double_quant", True), draft.text("bnb_4bit_quant_type", "nf4")
     storage = draft.text("bnb_4bit_quant_storage")
@@ -333,9 +350,11 @@ def _tuner(draft: Draft) -> None:
             draft.put("bnb_4bit_quant_storage", storage)
     if kind == "llamapro":
         _llamapro(draft)
+    elif kind in ("adapter", "reft"):
+        _beside_layers(draft, kind)
     elif layers := draft.whole("lisa_activated_layers", least=0):
         _lisa(draft, layers)
-    if kind in ("full", "llamapro"):
+    if kind in ("full", "llamapro", "adapter", "reft"):
         for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
             draft.defaults.pop(key, None)
         return
@@ -371,6 +390,20 @@ def _lisa(draft: Draft, layers: int) -> None:
     draft.note(f"LISA trains {layers} changing layers; the last {layers} and their optimizer's state are simulated")
 
 
+def _beside_layers(draft: Draft, kind: str) -> None:
+    """swift/tuners/adapter.py, behind the MLP of every layer, or swift/tuners/reft.py, behind every layer."""
+    if "objective" not in draft.values:
+        raise ConfigError(f"tuner_type {kind} with rlhf_type grpo is not simulated; lora is")
+    draft.fixed.add("use_peft")
+    if kind == "adapter":
+        draft.put("bottleneck", draft.whole("adapter_length", 128), "adapter_length")
+        return
+    intervention = draft.text("reft_intervention_type", "LoreftIntervention")
+    if intervention != "LoreftIntervention" or draft.says("reft_layers"):
+        raise ConfigError("tuner_type reft is simulated with LoreftIntervention at all layers")
+    draft.put("reft_rank", draft.whole("reft_rank", 4))
+
+
 def _llamapro(draft: Draft) -> None:
     """swift/tuners/llamapro.py. Raises ConfigError for what its own trainer, or ours, does not take."""
     blocks, groups = draft.whole("llamapro_num_new_blocks", 4), draft.whole("llamapro_num_groups")
@@ -386,7 +419,9 @@ def _length(draft: Draft, kind: str) -> int:
     """Tokens of the sample that stands for the data."""
     length, packed = draft.whole("max_length"), draft.whole("packing_length")
     packing = draft.is_on("packing")
-    if packing and kind not in ("sft", "pt"):
+    if packing and kind == "dpo":
+        return _packed_pairs(draft, packed or length)
+    if packing and kind not in ("sft", "pt", "gkd"):
         raise ConfigError(f"packing with {_NAMED_BY.get(kind, 'rlhf_type')} {kind} is not simulated; omit it")
     if kind == "grpo":
         if length is None:
@@ -401,11 +436,27 @@ def _length(draft: Draft, kind: str) -> int:
             f"max_length is not set, and ms-swift takes the model's own limit: samples of {length:,} tokens stand for "
             "the data; --prompt-tokens N says others"
         )
+    if kind == "gkd":
+        length = swift_tasks.lengthened(draft, length)
     draft.put("max_length", packed if packing and packed else length)
     if packing:
         draft.put("packing", True)
         draft.put("block_diagonal", True, "packing")
     return packed if packing and packed else length
+
+
+def _packed_pairs(draft: Draft, length: int | None) -> int:
+    """Tokens of each answer of the one pair that stands for a packed row of `length` tokens."""
+    if length is None:
+        raise ConfigError("packing with rlhf_type dpo is simulated with max_length or packing_length; set one")
+    half = max(1, length // 2)
+    draft.put("max_length", half)
+    draft.fixed.add("max_length")
+    draft.note(
+        f"a packed row of {length:,} tokens is simulated as one pair of answers of {half:,} tokens each, which has as "
+        "many logits; attention is to more tokens than in shorter samples: an upper bound"
+    )
+    return half
 
 
 def _checkpointing(draft: Draft, *, is_replicated: bool) -> None:
@@ -428,19 +479,28 @@ def _others(draft: Draft, kind: str) -> None:
     if draft.is_on("use_liger_kernel"):
         draft.put("use_liger_kernel", True)
     kept = draft.raw("use_logits_to_keep")
-    if kind in ("sft", "pt", "dpo", "kto") and kept is not False and not draft.values.get("use_liger_kernel"):
+    whole = kind == "gkd" and "answer_tokens" not in draft.values
+    if (
+        (kind in ("sft", "pt", "dpo", "kto") or whole)
+        and kept is not False
+        and not draft.values.get("use_liger_kernel")
+    ):
         draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
     loss = draft.raw("loss_type")
     beta = draft.number("beta")
-    if kind == "dpo":
+    if kind in ("gkd", *swift_tasks.TASKS):
+        pass
+    elif kind == "dpo":
         if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
             draft.note(f"loss_type {loss} is simulated as sigmoid, on the same logits")
         draft.put("beta", beta if beta is not None else 0.1, "beta")
-    elif kind in _LIKE and kind not in ("rm", "seq_cls"):
+    elif kind in _LIKE and kind != "rm":
         _answers(draft, kind, loss, beta)
     if kind == "grpo":
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
+        if not draft.says("external_plugins") and loss not in swift_tasks.LOSSES:  # swift/loss/mapping.py
+            raise ConfigError(f"loss_type {loss} ends with an error in ms-swift, which has no such loss; omit it")
         raise ConfigError(f"loss_type {loss} is not simulated; cross_entropy is")
     draft.name(keys_of(MS_SWIFT.name).noted)
     draft.ignore(("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",

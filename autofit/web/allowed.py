@@ -58,7 +58,7 @@ def allowed(
     for key, value in values.items():
         if key in _MODELS:
             found[key] = _model(value, key) if model is None else model
-        elif key == "reward_model_name_or_path":
+        elif key in ("reward_model_name_or_path", "teacher_model_name_or_path"):
             found[key] = None if value is None else _model(value, key)
         elif key == "reward_funcs":
             found[key] = _rewards(value, notes)

@@ -6,7 +6,8 @@ environment, and swift's own rule for the accumulation, are the truth of the bat
 path has an even CRC-32 are read. Of verl the scripts under examples/ whose engine is FSDP and whose name tells of no
 images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. A file of the others is
 of a text model unless it is refused for images, video or sound; those that are refused for another reason although
-their model sees or hears are counted as text too, and told apart. Writes recipes.json.
+their model sees or hears are counted as text too, and told apart. Files with which the tool itself ends with an error
+are neither read nor counted, and told apart too. Writes recipes.json.
 """
 
 import argparse
@@ -39,6 +40,7 @@ STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$TOLD"\nprintf "
 TRAINS = re.compile(r"\bswift\s+(?:sft|pt|rlhf)\b|swift/cli/(?:sft|pt|rlhf)\.py")
 # What a file of each tool has that trains on text: others infer, export, or configure a launcher.
 OWN = {"LLaMA-Factory": "stage", "Axolotl": "base_model"}
+ENDS = re.compile(r"ends with an error in|got '<[\w-]+>'")  # a reason for which the tool itself does not train the file
 SEES = "images, video or sound"  # in the reason for which a file of a model that sees or hears is refused
 CHANGES: tuple[Mapping[str, object], ...] = (
     {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
@@ -106,7 +108,8 @@ def _batch(words: list[str], counts: list[str], checkout: Path) -> int:
         ranks = 2  # the one example's fsdp2.json: num_processes
     micro = int(given.get("per_device_train_batch_size", 1))
     usual = 1 if given.get("rlhf_type") == "grpo" else max(1, math.ceil(16 / micro / ranks))  # arguments.py, line 283
-    return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks
+    shared = int(given.get("sequence_parallel_size", 1))  # ranks of a group have the same samples (trainers/mixin.py)
+    return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks // shared
 
 
 # -- verl -------------------------------------------------------------------------------------------------------------
@@ -223,16 +226,19 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
         counts["read"] += 1
         truth = batch_of_script(path, folder, checkout) if path.suffix == ".sh" else batch_of_yaml(path, tool)
         ours = batch(foreign) * ((foreign.ranks or 1) if path.suffix == ".sh" else 1)
+        ours //= int(str(foreign.values.get("sequence_parallel_size", 1))) if path.suffix == ".sh" else 1
         kind = "no truth" if truth is None else "the same" if truth == ours else "wrong"
         batches[kind] += 1
         if kind != "the same":
             print(kind, "batch:", path, truth, ours)
         trips += round_trips(path, foreign)
-    of_text = sum(counts.values()) - sum(n for reason, n in reasons.items() if SEES in reason)
+    ending = sum(n for reason, n in reasons.items() if ENDS.search(reason))
+    of_text = sum(counts.values()) - sum(n for reason, n in reasons.items() if SEES in reason) - ending
     return {
         "commit": commit_of(checkout), "files": dict(counts),
         "of text models": {"files": of_text, "read": counts["read"], "share": round(counts["read"] / of_text, 3),
-                           "whose model sees or hears all the same": seeing},
+                           "whose model sees or hears all the same": seeing,
+                           "with which the tool itself ends with an error, not counted": ending},
         "effective batch": dict(batches),
         "round trips": dict(trips), "refused": dict(reasons.most_common()),
     }  # fmt: skip

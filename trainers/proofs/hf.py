@@ -18,10 +18,19 @@ SAME: dict[str, object] = {
     "block_diagonal": False,
     "adapter_dtype": None,
     "qat": None,
+    "teacher_model_name_or_path": None,
+    "teacher_words": None,
+    "answer_tokens": None,
+    "sequence_parallel_size": 1,
+    "host_experts": False,
+    "pruning_masks": False,
+    "expert_parallel_size": 1,
+    "engine_share": 0.0,
+    "loss_chunk": None,
 }
 _COLUMNS = {
-    **dict.fromkeys(("sft", "asft", "kto", "label_tokens"), ("prompt", "completion")), "reward": ("chosen", "rejected"),
-    "classify": ("text",),
+    **dict.fromkeys(("sft", "asft", "kto", "label_tokens", "gkd", "diffusion"), ("prompt", "completion")),
+    **dict.fromkeys(("reward", "embed", "rerank"), ("chosen", "rejected")), "classify": ("text",),
 }  # fmt: skip
 
 
