@@ -181,7 +181,7 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
     for key, path in () if dynamic else scored:
         if config.whole(path) is None:
             raise ConfigError(
-                f"{path} must be a whole number, or {A}.use_dynamic_bsz: True; verl refuses it at the start"
+                f"{path} must be set, to a whole number, or {A}.use_dynamic_bsz to True; verl refuses it at the start"
             )
         sizes[key] = config.whole(path)
     return sizes
