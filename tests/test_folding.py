@@ -151,3 +151,12 @@ def test_a_sentence_is_wrapped_between_words_and_its_options_stay_a_command() ->
     ]
     assert wrapped(line, 40)[-2:] == ["    --set dtype=bfloat16 \\", "    --set optim=adamw_8bit"]
     assert wrapped("a" * 90, 60) == ["a" * 90]
+
+
+def test_a_change_in_the_users_own_file_begins_a_line() -> None:
+    line = "  recipe: max_length 8192 -> 4096 (59.37 GB, 52.1 s a step)   in your file: cutoff_len: 4096"
+    assert wrapped(line, 200) == [line]
+    assert wrapped(line, 80) == [
+        "  recipe: max_length 8192 -> 4096 (59.37 GB, 52.1 s a step)",
+        "    in your file: cutoff_len: 4096",
+    ]

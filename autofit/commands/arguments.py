@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
         "recipe",
         nargs="?",
         type=Path,
-        help="the YAML that `trl TRAINER --config` takes, or a file of LLaMA-Factory, Axolotl or ms-swift",
+        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl or ms-swift",
     )
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
@@ -333,7 +333,7 @@ def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _recipe(parser: _Parser) -> None:
     """The options that name the recipe."""
     parser.add_argument("recipe", nargs="?", type=Path,
-                        help="the YAML that `trl TRAINER --config` takes, or a file of LLaMA-Factory, Axolotl or "
+                        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl or "
                              "ms-swift (default: the built-in baseline)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
