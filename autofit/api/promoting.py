@@ -233,7 +233,8 @@ def promote(
         if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
-                f"to {written[0]} (dataset_name, reward_funcs) and run: {line or f'your own program {written[0]}'}"
+                f"(dataset_name, reward_funcs) to {written[0]}, and run it "
+                f"{'as its first lines say' if line else 'with your own program'}"
             )
         missing = missing_packages(promotion.trial.needs)
         if missing:

@@ -177,7 +177,7 @@ _IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER)
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
     """A table of phases by category, and one sentence: whether it fits, missing bytes, and the largest category."""
     names = [n for n in _categories(result.categories) if any(n in c for c in result.categories.values())]
-    table = Folding(title=f"{result.device_name}, {result.fidelity}")
+    table = Folding(title=f"{result.device_name}, {result.fidelity}; limit {format_bytes(capacity_bytes)}")
     table.add_column("phase")
     timed = LOG_PROBS in result.phase_s  # a generation of several passes, of which each has settings of its own
     for name in [*(["seconds"] if timed else []), "peak allocated", *names]:
