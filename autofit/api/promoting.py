@@ -284,9 +284,9 @@ def _saying(on_event: OnEvent | None) -> Callable[[str], None]:
 
 
 def _axes(x: str, y: str) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure
+    from autofit.picture import Picture
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = Picture(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel=x, ylabel=y)
     return figure, axes
