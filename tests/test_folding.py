@@ -168,6 +168,7 @@ def test_the_text_of_a_result_is_whole_in_a_notebook_and_shows_nothing_by_itself
 ) -> None:
     """rich takes a notebook for its own place to show a table: each result stood there twice."""
     plain = _text_of(front())
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel sets it
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     shown: list[object] = []
     monkeypatch.setattr("rich.jupyter.display", lambda *args: shown.append(args))
