@@ -16,7 +16,7 @@ import yaml
 from rank_peaks import real_peaks
 
 from autofit.api.reading import source_of
-from autofit.api.verl import export_of, rows_of
+from autofit.api.verl import Export, export_of, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl, verl_recipe, verl_rules
@@ -394,6 +394,8 @@ def test_a_trial_of_a_verl_config_is_overrides_behind_the_users_command(tmp_path
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=8 {FSDP}.param_offload=true "
         "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     ]
+    told = str(Export(trial=0, whole=False, overrides={}, changes=("data: " + "a few words " * 12,)))
+    assert all(line.startswith("#") and len(line) < 80 for line in told.splitlines()), "no word is broken at 80 columns"
     assert str(export_of(record, 0, {}, "study")) == "# the trial changes nothing of the config"
 
 
