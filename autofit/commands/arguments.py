@@ -338,8 +338,8 @@ def _recipe(parser: _Parser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",
-                        help="simulated card: a synthetic prompt of N tokens instead of the dataset "
-                             "(the longest of samples that differ in length)")  # fmt: skip
+                        help="simulated card: a synthetic prompt of N tokens instead of the dataset, of sft, "
+                             "dpo and reward a whole sample (the longest of several lengths)")  # fmt: skip
 
 
 def _card(parser: _Parser) -> None:
