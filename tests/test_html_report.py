@@ -150,6 +150,19 @@ def test_the_options_of_a_change_outside_the_tier_stand_below_its_figures(studie
     assert "<div><code>--set dtype=bfloat16</code></div>" in text
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_next_command_is_one_that_ends_well(
+    trains: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe with synthetic samples has nothing to train on: promote alone writes its winner and ends with 2."""
+    folder = searched(tmp_path, trials=3)
+    study = load_study(folder, None)
+    keep_record(study, replace(record_of(study), trains_on_data=trains))
+    assert main(["report", "--dir", str(folder)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"Next: autofit promote best{'' if trains else ' --write-only'} --dir")
+
+
 def test_the_page_shows_promoted_runs_with_promised_against_actual_and_their_events(studied: Path) -> None:
     page = Page(page_of(autofit.report(folder=studied)))
     assert "interrupted, step 2 of 9" in page.text
