@@ -1,6 +1,7 @@
 """autofit: the fastest GRPO configuration that fits a VRAM budget, at exactly the same effective batch."""
 
 from importlib import import_module
+from os import path as _path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ __all__ = [
     "monitor", "promote", "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
+
+_HERE = __path__[0]
+_CLONE = _path.dirname(_HERE)
+if _path.isfile(_path.join(_CLONE, "search_spaces", "knobs.yaml")) and not _path.isdir(_path.join(_HERE, "trainers")):
+    # Python in a clone's folder finds this one before what pip has installed, where these two folders lie within it
+    __path__.append(_CLONE)
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
     "AutofitCallback": "autofit.api.callback",

@@ -5,6 +5,7 @@ import shutil
 import textwrap
 
 _COMMANDS = ("   --set ", "   --gpu ", "   then: ")  # what follows is for a shell
+_FILE = "   in your file: "  # what follows is for the user's own file
 _UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|B|s)\b)")  # the blank before it
 _HELD = "\xa0"  # a blank that no line ends with
 
@@ -17,6 +18,9 @@ def wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
+    if _FILE in line:
+        said, _, change = line.partition(_FILE)
+        return [*wrapped(said, width), *_folded(f"{indent}  {_FILE.strip()} {change}", width, indent + "    ")]
     place = next((line.index(mark) for mark in _COMMANDS if mark in line), None)
     if place is None:
         return _folded(line, width, indent + "  ")

@@ -231,6 +231,15 @@ def test_a_change_that_offloads_says_that_its_seconds_are_a_lower_bound(given: d
     assert change.step_words == words
 
 
+def test_a_change_whose_cache_fills_the_card_is_shown_with_what_it_needs_as_the_verdict_of_it_is() -> None:
+    capacity = CONTEXT + 80 * GB
+    result = ProbeResult(status=ProbeStatus.FIT, device="sim:a100-80gb", device_used_bytes=capacity - GB // 100,
+                         least_capacity_bytes=51 * GB, step_s=(3.0,))  # fmt: skip
+    change = Change.of(result, changes={}, given={}, tier="neutral", settings=1, capacity_bytes=capacity)
+    assert change.outcome == "fits: 51.00 GB, 3.00 s a step"
+    assert change.to_json()["device_used_bytes"] == capacity - GB // 100
+
+
 def test_settings_of_the_phase_that_is_too_large_are_tried_first() -> None:
     """A rollout of 60 GB beside an update of 40: no checkpoint and no smaller micro-batch mends that."""
 

@@ -147,6 +147,7 @@ def test_an_object_that_cannot_be_said_in_yaml_is_refused_with_the_field() -> No
     [
         (lambda: autofit.search({}, target_vram="3"), "^target_vram: an amount of memory must look like 40GB"),
         (lambda: autofit.search({}, target_vram=-1), "^target_vram: .* above zero; got -1"),
+        (lambda: autofit.search({}, target_vram=40), "^target_vram: a number is of bytes; got 40; write .40GB. for"),
         (lambda: autofit.search({}, target_vram="1GB", device="cpu", headroom=2e9), "^headroom must be below"),
         (lambda: autofit.search(device="cpu"), "give a recipe or leave device='cpu' out"),
         (lambda: autofit.search({}, trials=0), "^trials must be 1 or more"),

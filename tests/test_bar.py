@@ -5,13 +5,15 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import tiny
 
-from autofit.commands.bar import Bar, Step, keep_pace, paces
+from autofit.commands.bar import SCREEN, Bar, Step, keep_pace, paces
+from autofit.commands.common import say
 
 WORDS = "simulating the recipe"
 DRIVER = """
@@ -96,6 +98,16 @@ def test_the_line_is_on_the_terminal_while_a_step_runs_beside_what_is_said(tmp_p
     assert "trying one change, said beside the bar" in [one.strip() for one in shown]
     assert shown[-1].strip() == "the verdict"
     assert max(map(len, shown)) <= 80
+
+
+def test_a_line_said_while_the_bar_is_first_drawn_waits_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    thread = threading.Thread(target=say, args=("trying one change",))
+    with SCREEN:
+        thread.start()
+        thread.join(0.05)
+        assert capsys.readouterr().err == ""
+    thread.join()
+    assert capsys.readouterr().err == "trying one change\n"
 
 
 @pytest.mark.slow

@@ -153,6 +153,15 @@ def test_a_file_that_is_missing_is_told_without_a_table(kept: Path, tmp_path: Pa
         )  # fmt: skip
 
 
+def test_a_file_that_is_no_recipe_is_said_to_be_none_and_no_key_is_guessed(kept: Path) -> None:
+    """`services` shares half of its letters with vllm_server_host."""
+    keep_keys("grpo")
+    files: list[dict[str, object]] = [{"services": {"web": {}}}, {"kind": "Pod", "spec": {}}]
+    for values in files:
+        with pytest.raises(ConfigError, match=r"none of its keys \('.*'\) is one of TRL's, or of a tool"):
+            registry.check_source_early(read_source(values), trainer=None, device="sim:t4", changes={})
+
+
 def test_a_trainer_of_ones_own_has_no_early_check(kept: Path) -> None:
     keep_keys("grpo")
     recipe = {"whatever": 1, "dataset_name": "none.jsonl"}

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("autofit.errors",),
     ("autofit.units", "autofit.files", "autofit.lines"),
-    ("autofit.folding",),
+    ("autofit.folding", "autofit.picture"),
     ("autofit.fakegpu",),
     ("autofit.recipe", "autofit.hardware"),
     ("autofit.frontends",),

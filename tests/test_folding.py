@@ -12,10 +12,11 @@ from rich.text import Text
 from autofit.api.events import TrialResult
 from autofit.api.monitoring import Card, Host, Probe, Snapshot
 from autofit.api.snapshot_tables import tables_of
-from autofit.api.tables import front_table, sensitivity_table
+from autofit.api.tables import _text_of, front_table, sensitivity_table
 from autofit.folding import Folding
 from autofit.forecast.estimate import estimate_table
 from autofit.lines import wrapped
+from autofit.picture import Picture
 from autofit.probing.result import Fidelity, PhasePeak, ProbeResult, ProbeStatus
 from autofit.tuning.sensitivity import Neighbour
 
@@ -151,3 +152,30 @@ def test_a_sentence_is_wrapped_between_words_and_its_options_stay_a_command() ->
     ]
     assert wrapped(line, 40)[-2:] == ["    --set dtype=bfloat16 \\", "    --set optim=adamw_8bit"]
     assert wrapped("a" * 90, 60) == ["a" * 90]
+
+
+def test_a_change_in_the_users_own_file_begins_a_line() -> None:
+    line = "  recipe: max_length 8192 -> 4096 (59.37 GB, 52.1 s a step)   in your file: cutoff_len: 4096"
+    assert wrapped(line, 200) == [line]
+    assert wrapped(line, 80) == [
+        "  recipe: max_length 8192 -> 4096 (59.37 GB, 52.1 s a step)",
+        "    in your file: cutoff_len: 4096",
+    ]
+
+
+def test_the_text_of_a_result_is_whole_in_a_notebook_and_shows_nothing_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """rich takes a notebook for its own place to show a table: each result stood there twice."""
+    plain = _text_of(front())
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel sets it
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    shown: list[object] = []
+    monkeypatch.setattr("rich.jupyter.display", lambda *args: shown.append(args))
+    assert _text_of(front()) == plain
+    assert (shown, capsys.readouterr().out) == ([], "")
+    assert "34.30 GB" in plain
+
+
+def test_a_figure_is_a_picture_in_a_notebook_without_pyplot() -> None:
+    assert Picture()._repr_png_().startswith(b"\x89PNG")

@@ -276,6 +276,11 @@ def test_explain_says_the_batch_and_ends_with_1_where_a_rule_is_broken(
     )
 
 
+def test_explain_says_where_to_write_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "swift sft --model Qwen/Qwen2.5-7B-Instruct"]) == 2
+    assert "is a command, not a file; write it into one, such as run.sh, and name that" in capsys.readouterr().err
+
+
 def test_explain_loads_no_torch() -> None:
     code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'optuna'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -62,6 +62,7 @@ def test_of_equally_fast_trials_the_one_with_clearly_less_memory_wins(
     said = why(trials, {}, limit, {"goal": "speed", "target_bytes": limit})
     assert (" % faster, but needs " in said) is (costs_of(trials[0]) < costs_of(best)), said
     assert ("but needs 7.65 GB more and leaves only 70.0 MB; 2 is chosen" in said) is (rows[1] == (3.22, 55.0)), said
+    assert ("among the fastest of the" in said) is (" % faster, but " in said), said  # the two do not contradict
 
 
 def costs_of(one: Trial) -> float:

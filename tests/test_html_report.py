@@ -12,6 +12,7 @@ from recipes import grpo_recipe
 from search_driver import plan
 
 import autofit
+from autofit.api.lower_tiers import Outside
 from autofit.api.markup import Html, element, escaped, table
 from autofit.api.page import page_of
 from autofit.cli import main
@@ -124,7 +125,7 @@ def test_the_page_has_the_reports_figures_the_picture_and_the_reasons(studied: P
     assert best is not None
     assert f"{best.speedup:.2f}x" in page.texts
     assert f"{best.step_s:.2f} s" in page.texts
-    assert result.why[1:] in page.text
+    assert result.why[1:].replace(" -> ", " → ") in page.text, "a line may break behind the hyphen of ->"
     assert {"svg", "path"} <= set(page.tags)
     for key in best.changes:
         assert key in page.cells
@@ -139,6 +140,27 @@ def test_the_page_says_what_each_changed_setting_was_and_what_moving_it_back_doe
     at = cells.index("per_device_train_batch_size")
     assert cells[at + 1 : at + 4] == ["4", "8", "neutral"]
     assert "All else equal, with its old value: -16.0 MB, +0.65 s a step (measured, trial 0)." in cells[at + 4]
+
+
+def test_the_options_of_a_change_outside_the_tier_stand_below_its_figures(studied: Path) -> None:
+    change = Outside(changes={"dtype": "bfloat16"}, options="--set dtype=bfloat16", tier="approximate",
+                     device_used_bytes=10**9, step_s=2.0, speedup=1.5)  # fmt: skip
+    text = page_of(replace(autofit.report(folder=studied), outside=(change,)))
+    assert "1.50x" in text
+    assert "<div><code>--set dtype=bfloat16</code></div>" in text
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_next_command_is_one_that_ends_well(
+    trains: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe with synthetic samples has nothing to train on: promote alone writes its winner and ends with 2."""
+    folder = searched(tmp_path, trials=3)
+    study = load_study(folder, None)
+    keep_record(study, replace(record_of(study), trains_on_data=trains))
+    assert main(["report", "--dir", str(folder)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"Next: autofit promote best{'' if trains else ' --write-only'} --dir")
 
 
 def test_the_page_shows_promoted_runs_with_promised_against_actual_and_their_events(studied: Path) -> None:

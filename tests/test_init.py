@@ -51,7 +51,9 @@ def test_nothing_is_overwritten(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
-    assert capsys.readouterr().out.startswith("wrote grpo.yaml; next: autofit check grpo.yaml")
+    check = "  autofit check grpo.yaml --gpu rtx4090"
+    search = "  autofit search grpo.yaml --target-vram 24GB"
+    assert capsys.readouterr().out.splitlines() == ["wrote grpo.yaml; next:", check, search], "each on a line to copy"
     Path("grpo.yaml").write_text("mine")
     assert main(["init", "grpo"]) == 2
     assert "grpo.yaml exists" in capsys.readouterr().err

@@ -372,3 +372,10 @@ def test_an_accumulation_in_the_accelerate_config_is_blamed_there_as_removing_th
     found = of(findings(given), "gradient_accumulation_steps")
     assert found.where == "fsdp2.yaml: deepspeed_config.gradient_accumulation_steps"
     assert "the recipe's 8 is taken then, and the effective batch stays as it is" in found.fix
+
+
+def test_a_tool_with_a_launch_of_its_own_is_told_nothing_about_keys_of_accelerate() -> None:
+    """verl shards by its own worker: its files have no such keys."""
+    of_trl = asked(replace(FSDP1, config={"fsdp_config": {"fsdp_version": 1}}), gradient_accumulation_steps=4)
+    assert {f.where.rpartition(".")[2] for f in findings(of_trl)} >= {"sync_each_batch", "fsdp_auto_wrap_policy"}
+    assert findings(replace(of_trl, recipe=replace(of_trl.recipe, trainer="verl"))) == []

@@ -121,6 +121,17 @@ def test_a_row_of_a_trainer_that_generates_has_its_rollout() -> None:
     assert list(row.batch)[-1] == "steps_per_generation"
 
 
+def test_a_row_whose_cache_fills_the_card_shows_what_the_recipe_needs() -> None:
+    def filled(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
+        found = Cards()(device, capacity_bytes, values)
+        return replace(found, device_used_bytes=capacity_bytes, least_capacity_bytes=found.device_used_bytes)
+
+    (full,) = Shop(recipe(), filled, PRICES, workers=1).offers([gpu_spec("h100")], (1,))
+    (plain,) = offers(Cards(), ["h100"], (1,))
+    assert full.verdict is Verdict.FITS
+    assert (full.device_used_bytes, full.shown_bytes) == (full.capacity_bytes, plain.device_used_bytes)
+
+
 def test_more_cards_are_slower_by_communication_at_most_and_never_need_more_memory() -> None:
     found = by_words(offers(Cards(), ["h100"]))
     one, eight = found["h100"], found["8 x h100"]

@@ -518,6 +518,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "qat": {"weight_dtype": "int4"}, "adapter": "lora", "lora_r": 8}, "qat is simulated where all weights"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
+    ({**AXO, "micro_batch_size": None, "micro_batchsize": 3}, "as Axolotl says; write micro_batch_size for 'micro_bat"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "reft_layers": [1]}, "reft is simulated with LoreftIntervention"),
     ({"model": "m", "tuner_type": "vera"}, "tuner_type vera is not simulated"),

@@ -136,7 +136,9 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
     tiny_recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", "run.yaml", "--gpu", "A100 40GB", "--json", "--no-advice", "--plot", "p.png"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr()
+    assert "wrote p.png" in said.err
+    found = json.loads(said.out.splitlines()[-1])
     assert set(found) == {
         "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "least_capacity_bytes", "capacity_bytes",
         "fits", "phases", "rollout_s", "update_s", "step_s", "fidelity", "computed_in_s", "changes", "closest",
@@ -148,9 +150,9 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
     assert {"name", "peak_allocated_bytes", "categories"} == set(found["phases"][0])
     assert (tiny_recipe.parent / "p.png").read_bytes().startswith(b"\x89PNG")
     assert main(["estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]) == 1
-    said = capsys.readouterr().out
-    assert "it does not fit: it needs" in said
-    assert "settings makes it fit; the closest change exceeds the limit by" in said
+    shown = capsys.readouterr().out
+    assert "it does not fit: it needs" in shown
+    assert "settings makes it fit; the closest change exceeds the limit by" in shown
 
 
 @pytest.mark.slow

@@ -235,6 +235,19 @@ def finish(folder: Path, changes: Mapping[str, object], *arguments: str) -> dict
     return found
 
 
+def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`autofit run` has no option --prompt-tokens: each stage has a key of its own."""
+
+    def unreachable(*_: object) -> None:
+        raise ConfigError("the tokenizer must be reachable; connect to it, or give --prompt-tokens N: a sample")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autofit.api.pipeline_stages.make_plan", unreachable)
+    stage = {"values": {"model_name_or_path": "m", "dataset_name": "d"}, "trainer": "sft"}
+    with pytest.raises(ConfigError, match="or give prompt_tokens: N in the stage: a sample"):
+        autofit.run({"stages": {"a": stage}}, plan=True, gpu="rtx4090")
+
+
 def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

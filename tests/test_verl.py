@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,10 +16,11 @@ import yaml
 from rank_peaks import real_peaks
 
 from autofit.api.reading import source_of
-from autofit.api.verl import export_of, rows_of
+from autofit.api.verl import Export, export_of, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl, verl_recipe, verl_rules
+from autofit.frontends.reading import explain
 from autofit.frontends.verl_log import read_log
 from autofit.frontends.verl_settings import Settings
 from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words
@@ -84,6 +86,20 @@ def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_pa
     assert values["launch"]["ranks"] == 8  # type: ignore[index]
     assert values["launch"]["sharding"] == "fsdp1"  # type: ignore[index]
     TRAINER.parse({key: value for key, value in values.items() if key != "launch"})  # knows all of them
+
+
+def test_a_key_of_the_batch_with_a_letter_wrong_is_named_and_its_default_stands_for_nothing(tmp_path: Path) -> None:
+    """hydra refuses it; the batch was told with ppo_mini_batch_size 256, and the recipe fitted."""
+    path = tmp_path / "run.sh"
+    right = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    wrong = right.replace("mini_batch", "minibatch")
+    path.write_text(script({wrong if key == right else key: value for key, value in QWEN.items()}))
+    message = f"verl has no key {wrong}, and hydra refuses it at the start; write {right}"
+    assert message in explain(path).wrong
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        source_of(path)
+    path.write_text(script({**QWEN, "actor_rollout_ref.actor.ppo_infer_micro_batch_size_per_gpu": 4}))
+    assert not any("no key" in line for line in explain(path).wrong)  # a key of verl that is like another one
 
 
 def nested(values: Mapping[str, object]) -> dict[str, Any]:
@@ -378,6 +394,8 @@ def test_a_trial_of_a_verl_config_is_overrides_behind_the_users_command(tmp_path
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=8 {FSDP}.param_offload=true "
         "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     ]
+    told = str(Export(trial=0, whole=False, overrides={}, changes=("data: " + "a few words " * 12,)))
+    assert all(line.startswith("#") and len(line) < 80 for line in told.splitlines()), "no word is broken at 80 columns"
     assert str(export_of(record, 0, {}, "study")) == "# the trial changes nothing of the config"
 
 

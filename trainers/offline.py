@@ -141,7 +141,9 @@ def not_a_list(name: str) -> str:
     )
 
 
-STATE_IT = "or give --prompt-tokens N: a synthetic prompt of N tokens then replaces the dataset"
+STATE_IT = (
+    "or give --prompt-tokens N: a made-up sample of N tokens (of grpo and rloo: a prompt) then replaces the dataset"
+)
 
 
 @contextmanager

@@ -90,6 +90,8 @@ def size(option: str, given: str | float | None) -> int | None:
         return _parsed(option, given, parse_bytes)
     if given <= 0:
         raise ConfigError(f"{option}: an amount of memory must be above zero; got {given!r}")
+    if given < 1000:
+        raise ConfigError(f"{option}: a number is of bytes; got {given!r}; write '{given:g}GB' for gigabytes")
     return int(given)
 
 

@@ -124,7 +124,7 @@ class CardAdvice(Shown):
     def _row(self, offer: Offer) -> list[str]:
         done = offer.verdict in (Verdict.FITS, Verdict.TIGHT)
         what = self._changes(offer) if done else offer.reason
-        used = "-" if offer.device_used_bytes is None else f"{offer.device_used_bytes / 1e9:.1f}"
+        used = "-" if offer.shown_bytes is None else f"{offer.shown_bytes / 1e9:.1f}"
         return [
             offer.words,
             f"{offer.verdict} ({offer.tier})" if self._changed(offer) and done else str(offer.verdict),
@@ -226,6 +226,8 @@ class CardAdvice(Shown):
         span = "" if not dates else f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}"
         untimed = any(offer.is_lower_bound for offer in self.offers)
         host = "Over: with offload, the optimizer's step on the host comes on top and is not timed. " if untimed else ""
+        full = any(offer.cached_bytes for offer in self.offers)
+        host += "Blocks that PyTorch only keeps are left out of device-used where they fill the card. " if full else ""
         return host + (
             "Every row is the recipe as it is, or with the mildest change that fits; host RAM is what the tensors of "
             "all ranks of a machine need to load, train and save, without Python and its libraries; "

@@ -140,7 +140,7 @@ class Check(Shown):
             return []
         lines = [
             f"set {change.own or change.options.replace('--set ', '')} ({change.tier}): "
-            f"{format_bytes(change.device_used_bytes)}{change.step_words}"
+            f"{format_bytes(change.shown_bytes)}{change.step_words}"
             for change in self.advice.changes
         ]
         tried = "was found" if self.advice.ending else "that was tried makes it fit with room to spare"

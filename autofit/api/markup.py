@@ -23,7 +23,7 @@ p { margin: 6px 0; overflow-wrap: anywhere; }
 .tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums;
+table { border-collapse: collapse; width: 100%; min-width: 52em; font-size: 14px; font-variant-numeric: tabular-nums;
   margin: 8px 0 4px; }
 caption { text-align: left; padding: 4px 0; }
 th, td { text-align: left; vertical-align: top; padding: 6px 10px; border-bottom: 1px solid var(--line);
@@ -53,10 +53,11 @@ Text = str | Html
 
 
 def escaped(text: Text) -> str:
-    """`text` as HTML; characters that HTML does not allow are left out."""
+    """`text` as HTML, without characters that HTML does not allow; a line does not break in the arrow of a change."""
     if isinstance(text, Html):
         return text.text
-    return html.escape("".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 0xD800 <= ord(c) < 0xE000)))
+    allowed = "".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 0xD800 <= ord(c) < 0xE000))
+    return html.escape(allowed.replace(" -> ", " → "))
 
 
 def element(tag: str, *inner: Text, kind: str = "") -> Html:

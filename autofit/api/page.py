@@ -217,7 +217,8 @@ def _outside(result: SearchResult) -> list[Html]:
     if not lines and not relaxed:
         return []
     head = element("h2", "What lies outside the allowed tier" if result.winner else "What would make it fit")
-    shown = bullets(element("code", line.strip()) for line in lines if line.startswith("  "))
+    parted = [line.strip().partition("   ") for line in lines if line.startswith("  ")]
+    shown = bullets(joined([what, element("div", element("code", how))]) for what, _, how in parted)
     said = [element("p", line) for line in lines if not line.startswith("  ")]
     return [head, bullets([*relaxed]), *said[:1], shown, *said[1:]]
 

@@ -187,7 +187,10 @@ class _Check:
             request.check()
             planned = make_plan(request, server, silent)
         except ConfigError as error:
-            self._wrong.setdefault(str(error), []).append(stage.name)
+            said = str(error).replace(
+                "--prompt-tokens N", "prompt_tokens: N in the stage"
+            )  # this command has no such option
+            self._wrong.setdefault(said, []).append(stage.name)
             return None
         drop(planned.scratch)
         recipe = planned.plan.recipe

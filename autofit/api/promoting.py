@@ -233,7 +233,8 @@ def promote(
         if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
-                f"to {written[0]} (dataset_name, reward_funcs) and run: {line or f'your own program {written[0]}'}"
+                f"(dataset_name, reward_funcs) to {written[0]}, and run it "
+                f"{'as its first lines say' if line else 'with your own program'}"
             )
         missing = missing_packages(promotion.trial.needs)
         if missing:
@@ -283,9 +284,9 @@ def _saying(on_event: OnEvent | None) -> Callable[[str], None]:
 
 
 def _axes(x: str, y: str) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure
+    from autofit.picture import Picture
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = Picture(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel=x, ylabel=y)
     return figure, axes

@@ -68,6 +68,7 @@ class SearchResult(Shown):
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
     foreseen: tuple[Foreseen, ...] = ()  # candidates on the front that were predicted, not probed, fastest first
     own: str = ""  # the winner in the keys of the file that the recipe was, if that was another tool's
+    trains_on_data: bool = True  # False: its samples were synthetic, and a trial is written, not trained
     traits: Mapping[str, object] = field(default_factory=dict)  # {knob: what the searched space itself says of it}
 
     @classmethod
@@ -78,7 +79,7 @@ class SearchResult(Shown):
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
-        foreseen: Sequence[Foreseen] = (), traits: Mapping[str, object] | None = None,
+        foreseen: Sequence[Foreseen] = (), traits: Mapping[str, object] | None = None, trains_on_data: bool = True,
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
         rule = rule or SPEED
@@ -101,6 +102,7 @@ class SearchResult(Shown):
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
             proof=proof, card=card, own=own, traits=traits or {},
+            trains_on_data=trains_on_data,
         )  # fmt: skip
 
     @property
@@ -200,6 +202,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
         outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
         foreseen=record.points_ahead, trainer=record.trainer, card=record.card, traits=record.traits,
+        trains_on_data=record.trains_on_data,
         predicted=Cloud.from_json(record.predicted),
         own="" if best is None else own_words(record.foreign, best.yaml_changes),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),

@@ -50,7 +50,8 @@ class Shown:
 def _text_of(part: Table | str) -> str:
     if isinstance(part, str):
         return part
-    Console(file=(text := io.StringIO()), width=WIDTH).print(part)
+    # in a notebook rich would show the table there and then, and its FORCE_COLOR put escapes into the text
+    Console(file=(text := io.StringIO()), width=WIDTH, force_jupyter=False, color_system=None).print(part)
     return text.getvalue().rstrip("\n")
 
 

@@ -1,5 +1,6 @@
 """A study and verl: a trial in verl's keys, and a run under verl against what a trial promised."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,9 @@ def _allocated(promised: ProbeResult) -> int | None:
 
 
 _COMMAND = "python3 -m verl.trainer.main_ppo"
+_comment = textwrap.TextWrapper(
+    width=79, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,7 @@ class Export:
     changes: tuple[str, ...]  # what is another in verl, a sentence each
 
     def __str__(self) -> str:
-        comments = [f"# {text}" for text in self.changes]
+        comments = [line for text in self.changes for line in _comment.wrap(text)]
         words = [override(key, value) for key, value in self.overrides.items()]
         if not self.whole:
             return "\n".join([*comments, " ".join(words) or "# the trial changes nothing of the config"])

@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
         "recipe",
         nargs="?",
         type=Path,
-        help="the YAML that `trl TRAINER --config` takes, or a file of LLaMA-Factory, Axolotl or ms-swift",
+        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl or ms-swift",
     )
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
@@ -333,13 +333,13 @@ def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _recipe(parser: _Parser) -> None:
     """The options that name the recipe."""
     parser.add_argument("recipe", nargs="?", type=Path,
-                        help="the YAML that `trl TRAINER --config` takes, or a file of LLaMA-Factory, Axolotl or "
+                        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl or "
                              "ms-swift (default: the built-in baseline)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",
-                        help="simulated card: a synthetic prompt of N tokens instead of the dataset "
-                             "(the longest of samples that differ in length)")  # fmt: skip
+                        help="simulated card: a synthetic prompt of N tokens instead of the dataset, of sft, "
+                             "dpo and reward a whole sample (the longest of several lengths)")  # fmt: skip
 
 
 def _card(parser: _Parser) -> None:

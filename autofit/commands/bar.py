@@ -5,6 +5,7 @@ that has a limit is said to end by then.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
+SCREEN = threading.RLock()  # held while a line is written: one that meets the bar's first drawing would join it
 _CELLS = 20  # of a bar
 _EVERY_S = 0.25
 _KEPT = 200  # steps whose seconds are kept
@@ -99,12 +101,14 @@ class Bar:
             get_renderable=lambda: self._now(console.width), console=console, refresh_per_second=1 / _EVERY_S,
             transient=True, redirect_stdout=False,
         )  # fmt: skip
-        self._live.start()
+        with SCREEN:
+            self._live.start()
 
     def _stop(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            live.stop()
+            with SCREEN:
+                live.stop()
 
     def _now(self, width: int) -> "Text":
         from rich.text import Text

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from autofit.commands.bar import SCREEN
 from autofit.errors import ConfigError, printable, quoted
 from autofit.lines import on_terminal
 from autofit.tuning.storage import storage_option
@@ -33,8 +34,9 @@ DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def say(text: str) -> None:
     """Print to stderr, in one write: simulations beside each other say theirs from threads."""
-    sys.stderr.write(on_terminal(text, is_terminal=sys.stderr.isatty()) + "\n")
-    sys.stderr.flush()
+    with SCREEN:
+        sys.stderr.write(on_terminal(text, is_terminal=sys.stderr.isatty()) + "\n")
+        sys.stderr.flush()
 
 
 def show_line(text: str) -> None:

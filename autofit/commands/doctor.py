@@ -28,7 +28,9 @@ def init(options: argparse.Namespace) -> int:
     if path.exists():
         raise ConfigError(f"{path} exists, and init does not overwrite it; give another name with --out FILE")
     write_atomically(path, recipe_text(trainer, model=options.model, dataset=options.dataset))
-    show_line(f"wrote {path}; next: autofit check {path} --gpu rtx4090, then autofit search {path} --target-vram 24GB")
+    show_line(f"wrote {path}; next:")
+    show_line(f"  autofit check {path} --gpu rtx4090")
+    show_line(f"  autofit search {path} --target-vram 24GB")
     return DONE
 
 

@@ -17,6 +17,7 @@ from autofit.commands.common import (
     hears,
     launch_arguments,
     look_early,
+    say,
     settings,
     show,
     show_found,
@@ -122,6 +123,7 @@ def estimate(options: argparse.Namespace) -> int:
     def drawn(found: "Estimate") -> None:
         if options.plot is not None:
             found.plot().savefig(options.plot, dpi=110)
+            say(f"wrote {options.plot}")
 
     return _answered(options, api.estimate, first=drawn, advice=not options.no_advice)
 

@@ -145,7 +145,8 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
         show(result)
         if result.winner is not None:
             where = dir_option(options.dir)
-            show_line(f"Next: autofit promote best{where}   then: autofit ui{where}")
+            written = "" if result.trains_on_data else " --write-only"
+            show_line(f"Next: autofit promote best{written}{where}   then: autofit ui{where}")
     return exit_code(result.stop, fits=result.winner is not None)
 
 

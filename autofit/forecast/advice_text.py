@@ -103,7 +103,7 @@ def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -
 def _miss(closest: Change, recipe: Recipe, capacity_bytes: int) -> str:
     what = describe_changes(closest.changes, recipe.resolved)
     if closest.fits:
-        spare = format_bytes(capacity_bytes - closest.device_used_bytes)
+        spare = format_bytes(capacity_bytes - closest.shown_bytes)
         return f"leaves {spare}, less than the prediction may be off: {what}"
     return f"exceeds the limit by {format_bytes((closest.least_capacity_bytes or 0) - capacity_bytes)}: {what}"
 
@@ -115,7 +115,7 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     """
     gain = f", {step_s / change.step_s:.2f}x" if step_s and change.step_s else ""
     tight = ", little to spare" if change.tight else ""
-    used = format_bytes(change.device_used_bytes)
+    used = format_bytes(change.shown_bytes)
     what = describe_changes(change.changes, recipe.resolved)
     return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
 
@@ -133,5 +133,5 @@ def card_line(card: Card, *, smaller: bool) -> str:
     """The other card on which the recipe runs as it is."""
     step = "" if card.step_s is None else f", {format_seconds(card.step_s)} a step"
     head = "a smaller card would do" if smaller else "as it is, it runs on a larger card"
-    used = f"{format_bytes(card.device_used_bytes)} of {format_bytes(card.capacity_bytes)}"
+    used = f"{format_bytes(card.shown_bytes)} of {format_bytes(card.capacity_bytes)}"
     return f"{head}: {card.name} ({used}{step})   {card.options}"

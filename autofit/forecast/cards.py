@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
-from autofit.forecast.margin import is_tight, roomy_bytes
+from autofit.forecast.margin import is_tight, needed_bytes, roomy_bytes, shown_bytes
 from autofit.hardware.hardware import BFLOAT16_CAPABILITY, Device
 from autofit.probing.result import ProbeResult, ProbeStatus
 
@@ -16,6 +16,7 @@ class Card:
     name: str
     capacity_bytes: int
     device_used_bytes: int
+    shown_bytes: int  # to judge it by: `margin.shown_bytes`
     step_s: float | None
 
     @property
@@ -39,7 +40,7 @@ def other_card(result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Dev
         return None
     return Card(
         name=spec.name, capacity_bytes=spec.capacity_bytes, device_used_bytes=found.device_used_bytes or 0,
-        step_s=found.median_step_s,
+        shown_bytes=shown_bytes(found, spec.capacity_bytes)[0], step_s=found.median_step_s,
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
     """The smallest card with room for as many bytes that computes in bfloat16, if the present one does."""
     own = gpu_spec(result.device.removeprefix("sim:"))
     fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
-    need = result.device_used_bytes or result.least_capacity_bytes or 0
+    need = needed_bytes(result)
     cards = [
         spec for spec in GPU_SPECS.values()
         if (spec.capacity_bytes < capacity_bytes if fits else spec.capacity_bytes > capacity_bytes)

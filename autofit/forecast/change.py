@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autofit.forecast.margin import is_tight
+from autofit.forecast.margin import is_tight, shown_bytes
 from autofit.frontends.writing import own_words
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -26,6 +26,7 @@ class Change:
     tier: Tier
     settings: int  # number of changed settings; derived keys do not count
     device_used_bytes: int
+    shown_bytes: int  # to judge it by: `margin.shown_bytes`
     least_capacity_bytes: int | None  # None where it ran out before all was asked for
     step_s: float | None
     fits: bool
@@ -44,8 +45,8 @@ class Change:
         fits = result.status is ProbeStatus.FIT
         return cls(
             changes=changes, given=given, tier=tier, settings=settings, device_used_bytes=used or 0,
-            least_capacity_bytes=least, step_s=result.median_step_s, fits=fits,
-            tight=is_tight(result, capacity_bytes), own=own,
+            shown_bytes=shown_bytes(result, capacity_bytes)[0], least_capacity_bytes=least,
+            step_s=result.median_step_s, fits=fits, tight=is_tight(result, capacity_bytes), own=own,
             failure="" if tried else result.reason or str(result.status),
         )  # fmt: skip
 
@@ -81,7 +82,7 @@ class Change:
             least = self.least_capacity_bytes
             return "does not fit" if least is None else f"does not fit: it needs {format_bytes(least)}"
         spare = "leaves too little to spare" if self.tight else "fits"
-        return f"{spare}: {format_bytes(self.device_used_bytes)}{self.step_words}"
+        return f"{spare}: {format_bytes(self.shown_bytes)}{self.step_words}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -90,6 +91,7 @@ class Change:
             **({"own": self.own} if self.own else {}),
             "tier": self.tier,
             "device_used_bytes": self.device_used_bytes,
+            "shown_bytes": self.shown_bytes,
             "step_s": self.step_s,
             "tight": self.tight,
         }

@@ -222,9 +222,9 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
 
 def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":
     """Stacked bars: allocated GB by category at each phase's peak, and the capacity as a line."""
-    from matplotlib.figure import Figure
+    from autofit.picture import Picture
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Picture(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     names = [p.name for p in result.phases if p.name in result.categories]
     below = [0.0] * len(names)
@@ -234,6 +234,8 @@ def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":
         below = [b + h for b, h in zip(below, heights, strict=True)]
     if capacity_bytes / 1e9 < 3 * max(below, default=1.0):
         axes.axhline(capacity_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="capacity")
-    axes.set(ylabel="allocated (GB)", title=f"{result.device_name}, {result.fidelity}")
+    axes.set(
+        ylabel="allocated (GB)", title=f"{result.device_name}, {result.fidelity}; limit {format_bytes(capacity_bytes)}"
+    )
     figure.legend(loc="outside right upper")
     return figure

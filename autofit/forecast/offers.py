@@ -32,6 +32,7 @@ class Offer:
     tier: Tier = TIERS[0]
     batch: Mapping[str, object] = field(default_factory=dict)  # {key: value} of one rank, which `changes` may not name
     device_used_bytes: int | None = None  # of the rank with the most; of an offer over the card, what it would need
+    cached_bytes: int = 0  # of them, those that PyTorch only keeps, where they fill the card
     host_bytes: int | None = None  # memory of the machine, of several ranks; None where it is not known
     step_s: float | None = None
     is_lower_bound: bool = False  # whether a step takes longer: the optimizer's part on the host is not timed
@@ -45,6 +46,11 @@ class Offer:
         if self.usd_per_hour is None or self.step_s is None:
             return None
         return self.usd_per_hour * STEPS * self.step_s / _HOUR_S
+
+    @property
+    def shown_bytes(self) -> int | None:
+        """The bytes to judge by: used, or where the allocator's cache fills the card, needed."""
+        return None if self.device_used_bytes is None else self.device_used_bytes - self.cached_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -74,9 +80,9 @@ class Offer:
         return {**asdict(self), "usd_per_1000_steps": self.usd_per_1000_steps}
 
     def __str__(self) -> str:
-        if self.step_s is None or self.device_used_bytes is None:
+        if self.step_s is None or self.shown_bytes is None:
             return f"{self.words}: {self.verdict}{f', {self.reason}' if self.reason else ''}"
-        used = f"{format_bytes(self.device_used_bytes)} of {format_bytes(self.capacity_bytes)}"
+        used = f"{format_bytes(self.shown_bytes)} of {format_bytes(self.capacity_bytes)}"
         return f"{self.words}: {self.verdict}, {used}, {self.step_words} a step"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GpuSpec
 from autofit.forecast.ladders import Ladder, Rung, ladders
-from autofit.forecast.margin import is_tight
+from autofit.forecast.margin import is_tight, shown_bytes
 from autofit.forecast.offers import Offer, Verdict
 from autofit.hardware.hardware import Device, card_needs
 from autofit.hardware.prices import Price
@@ -155,6 +155,7 @@ class Shop:
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
             changes=rung.changes, tier=rung.tier, batch=row.batch(rung), device_used_bytes=result.device_used_bytes,
+            cached_bytes=(result.device_used_bytes or 0) - shown_bytes(result, row.spec.capacity_bytes)[0],
             step_s=step_s,
             host_bytes=None if result.host is None or result.host.kept_bytes is None else result.host.machine_bytes,
             is_lower_bound=Launch.of(rung.values).offload != "none",

@@ -7,6 +7,7 @@ core/builders (trainers, collators), loaders/model.py and adapter.py (what is he
 import math
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
@@ -120,7 +121,9 @@ def _batch(draft: Draft) -> None:
     """utils/config/__init__.py, normalize_config; and two of the three keys are needed (validation.py)."""
     names = ("micro_batch_size", "gradient_accumulation_steps", "batch_size")
     if sum(draft.says(name) for name in names) < 2:
-        raise ConfigError(f"at least two of {', '.join(names)} must be set, as Axolotl says")
+        close = {key: get_close_matches(str(key), names, n=1, cutoff=0.85) for key in draft.given if key not in names}
+        typos = "".join(f"; write {near[0]} for {quoted(key)}" for key, near in close.items() if near)
+        raise ConfigError(f"at least two of {', '.join(names)} must be set, as Axolotl says{typos}")
     micro = draft.whole("micro_batch_size", 1) or 1
     steps, total = draft.whole("gradient_accumulation_steps"), draft.whole("batch_size")
     if steps is not None and total is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
 from autofit.frontends import (
     axolotl,
     llama_factory,
@@ -75,6 +75,10 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
     """What the file says. Raises ConfigError for what is a file of none of the tools."""
     if path.suffix in SCRIPTS:
         return _script(path, ranks)
+    if " -" in str(path) and not path.exists():
+        raise ConfigError(
+            f"{quoted(str(path))} is a command, not a file; write it into one, such as run.sh, and name that"
+        )
     values = read_yaml_mapping(path, what="file")
     tool = tool_of(values)
     if tool is None:

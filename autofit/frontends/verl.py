@@ -6,6 +6,7 @@ Read in verl at commit 1dda039b (0.9, trainer v1, which is its default). No torc
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from autofit.errors import ConfigError
 from autofit.frontends.command import UNSURE as OPEN
@@ -111,6 +112,16 @@ class Batch:
     def each(self) -> int:
         """Samples of an optimizer step on each data-parallel rank (engine_workers.py, line 269)."""
         return self.effective // self.shards
+
+
+def typos(config: VerlConfig) -> Iterator[str]:
+    """Keys that are one of the batch's but for a letter or two: the default would stand in place of what was meant."""
+    for path in config.said:
+        section, _, name = path.rpartition(".")
+        near = [known for known in DEFAULTS if known.rpartition(".")[0] == section and path not in DEFAULTS]
+        names = {known.rpartition(".")[2]: known for known in near if abs(len(known) - len(path)) <= 2}
+        if close := get_close_matches(name, names, n=1, cutoff=0.9):
+            yield f"verl has no key {path}, and hydra refuses it at the start; write {names[close[0]]}"
 
 
 def on_gpus(values: Mapping[str, object], gpus: int | None) -> Mapping[str, object]:

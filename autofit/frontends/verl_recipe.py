@@ -4,6 +4,7 @@ Defaults are those of verl at commit 1dda039b (0.9): verl/trainer/config/_genera
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +22,7 @@ from autofit.frontends.verl import (
     on_gpus,
     overrides,
     sequence_parallel,
+    typos,
 )
 from autofit.frontends.verl_rules import critic_values, has_critic
 from autofit.frontends.verl_settings import FSDP, KEYS, A, F, Key, M, R
@@ -57,7 +59,7 @@ def recipe(
     batch.
     """
     config = VerlConfig.of(on_gpus(values, ranks))
-    if refused := next(_refusals(config), None):
+    if refused := next(chain(typos(config), _refusals(config)), None):
         raise ConfigError(refused)
     batch = batch_of(config)
     if batch is None or config.unsure:
@@ -181,7 +183,7 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
     for key, path in () if dynamic else scored:
         if config.whole(path) is None:
             raise ConfigError(
-                f"{path} must be a whole number, or {A}.use_dynamic_bsz: True; verl refuses it at the start"
+                f"{path} must be set, to a whole number, or {A}.use_dynamic_bsz to True; verl refuses it at the start"
             )
         sizes[key] = config.whole(path)
     return sizes

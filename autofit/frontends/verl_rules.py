@@ -17,6 +17,7 @@ from autofit.frontends.verl import (
     batch_of,
     effective_sentence,
     sequence_parallel,
+    typos,
 )
 
 # PPO's critic in a config of verl: its keys, the samples of its optimizer steps, and what verl does with its sizes.
@@ -242,6 +243,10 @@ def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
 
 
+def _misspelt(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    yield from typos(config)
+
+
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
-    _at_start, _late, _baseline, _sequence_parallel, critic_rules,
+    _misspelt, _at_start, _late, _baseline, _sequence_parallel, critic_rules,
 )  # fmt: skip

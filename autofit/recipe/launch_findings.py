@@ -17,6 +17,7 @@ from autofit.recipe.findings import CHECKS, Finding, Severity, StatedLaunch
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS
+from autofit.recipe.profile import profile
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
 _CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -30,11 +31,12 @@ _CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 an
 
 
 def findings(asked: StatedLaunch) -> list[Finding]:
-    """Everything that was found, the worst first."""
-    checks = (
+    """Everything that was found, the worst first; of a tool with a launch of its own, nothing of accelerate's keys."""
+    accelerates = (
         _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _deepspeed_batch,
-        _threads, _clashes, _engine, _cards,
+        _threads, _clashes,
     )  # fmt: skip
+    checks = (*(() if profile(asked.recipe.trainer).own_launch else accelerates), _engine, _cards)
     order = list(Severity)
     return sorted((found for check in checks for found in check(asked)), key=lambda f: order.index(f.severity))
 

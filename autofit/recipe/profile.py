@@ -45,6 +45,7 @@ class Profile:
     reference_by: str = ""  # the key that asks for a reference model
     reference_unless: str = ""  # the key without which there is one
     takes_lm_head: bool = False  # whether its loss takes the LM head of the model
+    own_launch: bool = False  # whether its tool starts the ranks and shards the model itself, without accelerate
     verl: bool = False  # whether a recipe of it can be written as verl's
     older: Older = field(default_factory=Older)
 

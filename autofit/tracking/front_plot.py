@@ -170,9 +170,9 @@ def front_figure(picture: Picture) -> "Figure":
     An OOM whose whole need is not known is a bar upwards from the bytes that it held, beside the time axis: it has no
     step time.
     """
-    from matplotlib.figure import Figure
+    from autofit.picture import Picture
 
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    figure = Picture(figsize=(9, 5.6), layout="constrained")
     axes = figure.subplots()
     frame = Frame.of(picture)
     beyond = _candidates(axes, picture.predicted, frame)

@@ -69,8 +69,8 @@ def reasons(
     tier = f", whatever their tier (its own is {best.tier})" if at_any else f" and keep the {best.tier} tier"
     gives = f"{format_seconds(best.step_s or 0)} a step{_against(best, baseline(trials), samples_word(original))}"
     return [
-        f"trial {best.number} wins with {describe_changes(best.changes, original)}: {_WINS[rule['goal']]} of the "
-        f"{len(rivals)} that fit{tier}",
+        f"trial {best.number} wins with {describe_changes(best.changes, original)}: {'among ' if level else ''}"
+        f"{_WINS[rule['goal']]} of the {len(rivals)} probed that fit{tier}",
         f"It takes {gives}, and {used}{of}",
         *notes,
     ]

@@ -131,7 +131,7 @@ def advice_told(advice: Advice, check: Check) -> Told:
         "faster": [_change(change, recipe, step_s, stated) for change in advice.faster],
         "closest": None if advice.closest is None else _change(advice.closest, recipe, step_s, stated),
         "card": None if card is None else {
-            "name": card.name, "full_name": gpu_spec(card.name).full_name, "used_bytes": card.device_used_bytes,
+            "name": card.name, "full_name": gpu_spec(card.name).full_name, "used_bytes": card.shown_bytes,
             "capacity_bytes": card.capacity_bytes, "step_s": card.step_s,
             "smaller": card.capacity_bytes < check.capacity_bytes,
         },
@@ -147,7 +147,7 @@ def _change(change: Change, recipe: Recipe, step_s: float | None, stated: Mappin
     return {
         "words": change.own or describe_changes(change.changes, recipe.resolved),
         "set": dict(change.given), "tier": change.tier,
-        "used_bytes": change.device_used_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
+        "used_bytes": change.shown_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
         "speedup": step_s / change.step_s if step_s and change.step_s else None, "reasons": reasons[:2],
     }  # fmt: skip
 
@@ -156,7 +156,7 @@ def card_told(offer: Offer, spec: GpuSpec, price: Price | None, recipe: Recipe) 
     """A row of the table of cards."""
     return {
         "is": "card", "card": offer.card, "name": spec.full_name, "count": offer.count, "verdict": str(offer.verdict),
-        "used_bytes": offer.device_used_bytes, "capacity_bytes": offer.capacity_bytes, "step_s": offer.step_s,
+        "used_bytes": offer.shown_bytes, "capacity_bytes": offer.capacity_bytes, "step_s": offer.step_s,
         "over": offer.is_lower_bound, "samples_per_s": offer.samples_per_s, "usd_per_hour": offer.usd_per_hour,
         "usd_per_1000_steps": offer.usd_per_1000_steps, "tier": offer.tier if offer.changes else "",
         "words": describe_changes(offer.changes, recipe.resolved) if offer.changes else "", "reason": offer.reason,
