@@ -169,8 +169,10 @@ def test_a_model_in_a_folder_that_the_environment_names_is_known_by_the_folders_
     made = verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/Qwen3-32B"}, "DATA=${DATA:-$HOME/verl}"))
     assert made.values["model_path"] == "Qwen/Qwen3-32B"
     assert any(f"{path} Qwen/Qwen3-32B" in note for note in made.notes)
-    with pytest.raises(ConfigError, match="must name its model"):
+    with pytest.raises(ConfigError, match="no model of its folder's name my-own is known"):
         verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/my-own"}))
+    with pytest.raises(ConfigError, match="Qwen3-VL-8B trains on images"):
+        verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/Qwen3-VL-8B"}))
 
 
 SIMULATED = [
@@ -179,6 +181,8 @@ SIMULATED = [
     ({f"{FSDP}.offload_policy": True}, "the optimizer works on the processor"),
     ({f"{ACTOR}.use_prefix_grouper": True}, "use_prefix_grouper has no effect"),
     ({f"{ACTOR}.calculate_sum_pi_squared": True}, "calculate_sum_pi_squared has no effect"),
+    ({"distillation.enabled": True}, "teachers of distillation work on GPUs of their own"),
+    ({"actor_rollout_ref.model.path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "linear attention runs in transformers"),
 ]  # fmt: skip
 
 
@@ -220,7 +224,9 @@ REFUSED = [
     ({ULYSSES: 2, "actor_rollout_ref.model.use_remove_padding": False}, "needs use_remove_padding: true"),
     ({ULYSSES: 2, "actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, "attend to its own part"),
     ({f"{FSDP}.fsdp_size": 4}, "shards over some of the 8 GPUs"),
-    ({"distillation.enabled": True}, "distillation.enabled is not simulated"),
+    ({"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
+     "distillation with forward_kl_topk, which computes on the logits"),
+    ({"actor_rollout_ref.model.path": "openbmb/MiniCPM-o-2_6"}, "MiniCPM-o-2_6 trains on images, video or sound"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 7}, "must divide the samples of a rank"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, "must be set, or"),
     ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None}, "log_prob_micro_batch_size_per_gpu must be"),
@@ -586,6 +592,14 @@ def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_
     more = deferred.peaks["update"] - reduced.peaks["update"]
     sharded = 4 * _parameters(model) // 2  # what is held of them where they are reduced
     assert more == pytest.approx(each * _parameters(model) - sharded, rel=0.25, abs=1 << 17)
+
+
+def test_a_bypass_takes_the_rollouts_log_probabilities_and_scores_nothing_again(model: Path, tmp_path: Path) -> None:
+    bypassing = simulated(model, tmp_path, bypass_mode=True)
+    assert "old log-probs" not in bypassing.peaks
+    assert "reference" in bypassing.peaks
+    said = {**QWEN, "algorithm.rollout_correction.bypass_mode": "true"}
+    assert verl_recipe.recipe(said).values["bypass_mode"] is True
 
 
 def _parameters(model: Path, *, critic: bool = False) -> int:
