@@ -1,8 +1,9 @@
 """Batches at which verl's authors bisected their way to out of memory, beside the largest that live tensors allow.
 
 Run: python experiments/verl_boundaries/run.py [NUMBER ...], the rows of rows.yaml by number from 1, all by default. It
-keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS` runs a whole step
-of a row through the simulated allocator, at the model's own depth and with the card's capacity, and prints its phases.
+keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS` runs a row's
+update through the simulated allocator, at the model's own depth and with the card's capacity, and keeps whether it
+fits: what torch has cached in pieces that do not fit is of the allocator, and no estimate knows it.
 
 The runs were of verl 0.4 (commit 49b08e95), whose worker differs from that of 0.9, which the trainer `verl` has. What
 differs is played here as 0.4 has it, read in its source:
@@ -151,9 +152,12 @@ def measured(row: Mapping[str, Any], counts: list[int], *, layers: int | None, c
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         values = values_of(row, prompts)
-        if layers is not None:  # nothing but the update, of so few layers
-            values |= {"actor_rollout_ref.model.path": shallow(row["model"], Path(name), layers), BYPASS: True,
-                       f"{A}.use_kl_loss": False}  # fmt: skip
+        values |= {
+            BYPASS: True,
+            f"{A}.use_kl_loss": False,
+        }  # nothing of a generation is scored again: the update counts
+        if layers is not None:
+            values["actor_rollout_ref.model.path"] = shallow(row["model"], Path(name), layers)
         made = dict(verl_recipe.recipe(values).values)
         for key in ("launch", "env"):
             made.pop(key)
@@ -184,61 +188,77 @@ def shallow(model: str, folder: Path, layers: int) -> str:
     return str(folder)
 
 
-def largest(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The most prompts a card whose update's live bytes fit, and what they are at the batch that ran."""
+def tokens(row: Mapping[str, Any], prompts: int) -> int:
+    """Of the largest of a step's micro-batches, with so many prompts a card."""
+    return max(token_counts(row, prompts * row["sharers"], 5))
+
+
+def update_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Live bytes of the update with the batch that died, what 1,000 tokens more add, and what the card has for them."""
     known = architecture(row["model"])
     assert known is not None
     depth, (few, many) = int(str(known.config["num_hidden_layers"])), LAYERS
     spec = gpu_spec(CARD)
     limit = (spec.capacity_bytes - spec.context_bytes - nccl_bytes(spec, row["cards"])) / GIB
-
-    def tokens(prompts: int) -> int:
-        return max(token_counts(row, prompts * row["sharers"], 5))
-
-    sizes = tokens(row["ran"]) // 2, tokens(row["ran"])
-    found = {
-        (size, layers): measured(row, [size, size], layers=layers, capped=False)["phases_gib"]["update"][0]
-        for size in sizes for layers in LAYERS
-    }  # fmt: skip
-    whole = [found[size, few] + (found[size, many] - found[size, few]) / (many - few) * (depth - few) for size in sizes]
-    per_token = (whole[1] - whole[0]) / (sizes[1] - sizes[0])
-
-    def live(prompts: int) -> float:
-        return float(whole[1] + per_token * (tokens(prompts) - sizes[1]))
-
-    most = max((prompts for prompts in range(1, 1000) if live(prompts) <= limit), default=0)
+    died = tokens(row, row["died"])
+    whole = []
+    for size in (died // 2, died):
+        low, high = (
+            measured(row, [size, size], layers=layers, capped=False)["phases_gib"]["update"][0] for layers in LAYERS
+        )
+        whole.append(low + (high - low) / (many - few) * (depth - few))
     return {
-        "ran": row["ran"], "died": row["died"], "predicted": most, "off": round(most / row["ran"] - 1, 3),
-        "live_gib_of_what_died": round(live(row["died"]), 2), "limit_gib": round(limit, 2),
-        "gib_of_1000_tokens": round(1000 * per_token, 3), "tokens_of_a_micro_batch": tokens(row["ran"]),
+        "live_gib_of_what_died": round(whole[1], 2),
+        "gib_of_1000_tokens": round(1000 * (whole[1] - whole[0]) / (died - died // 2), 4), "limit_gib": round(limit, 2),
     }  # fmt: skip
+
+
+def largest(row: Mapping[str, Any], found: Mapping[str, float], *, cached_gib: float = 0.0) -> int:
+    """The most prompts a card whose live bytes fit beside so much that torch has cached."""
+    died, each = tokens(row, row["died"]), found["gib_of_1000_tokens"] / 1000
+    left = found["limit_gib"] - cached_gib - found["live_gib_of_what_died"]
+    return max((prompts for prompts in range(1, 1000) if each * (tokens(row, prompts) - died) <= left), default=0)
+
+
+def replayed(found: Mapping[str, Any]) -> str:
+    """`58 fits, 68 dies`."""
+    runs: Mapping[str, Any] = found.get("replayed", {})
+    return ", ".join(f"{prompts} {'fits' if runs[prompts]['fits'] else 'dies'}" for prompts in sorted(runs, key=int))
 
 
 def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
     """The rows as Markdown."""
-    lines = ["| model | H100 | ran | died | predicted by live bytes | off | live bytes of what died, GiB | of, GiB |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| model | H100 | ran | died | by live bytes | off | beside what the logs have cached | off "
+             "| live bytes of what died, GiB | of, GiB | cached in the log, GiB | replayed |", "|" + "---|" * 12]  # fmt: skip
     for row in rows:
-        found = kept.get(row["name"])
-        if found is not None:
-            cells = (row["name"], row["cards"], row["ran"], row["died"], found["predicted"], f"{found['off']:+.1%}",
-                     found["live_gib_of_what_died"], found["limit_gib"])  # fmt: skip
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+        if (found := kept.get(row["name"])) is None:
+            continue
+        shown = []
+        for cached in (0.0, row["cached_gib"]):
+            most = largest(row, found, cached_gib=cached)
+            shown += [most, f"{most / row['ran'] - 1:+.0%}"]
+        cells = (row["name"], row["cards"], row["ran"], row["died"], *shown, found["live_gib_of_what_died"],
+                 found["limit_gib"], row["cached_gib"], replayed(found))  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def replay(row: Mapping[str, Any], prompts: int) -> dict[str, Any]:
+    """Whether a row's update fits, at its own depth, with micro-batches as the draws make them."""
+    return measured(row, token_counts(row, prompts * row["sharers"], 5), layers=None, capped=True)
 
 
 def main() -> None:
     rows = yaml.safe_load((HERE / "rows.yaml").read_text("utf-8"))["rows"]
-    if sys.argv[1:2] == ["--replay"]:
-        row, prompts = rows[int(sys.argv[2]) - 1], int(sys.argv[3])
-        print(measured(row, token_counts(row, prompts * row["sharers"], 5), layers=None, capped=True))
-        return
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    for number in [int(word) for word in sys.argv[1:]] or range(1, len(rows) + 1):
+    if replays := sys.argv[1:2] == ["--replay"]:
+        row, prompts = rows[int(sys.argv[2]) - 1], int(sys.argv[3])
+        kept.setdefault(row["name"], {}).setdefault("replayed", {})[str(prompts)] = replay(row, prompts)
+    for number in [] if replays else [int(word) for word in sys.argv[1:]] or range(1, len(rows) + 1):
         row = rows[number - 1]
-        kept[row["name"]] = largest(row)
+        kept[row["name"]] = {**kept.get(row["name"], {}), **update_of(row)}
         print(row["name"], kept[row["name"]], flush=True)
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     (HERE / "table.md").write_text(table(rows, kept))
 
 
