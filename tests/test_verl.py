@@ -19,7 +19,7 @@ from autofit.api.verl import export_of, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl, verl_recipe, verl_rules
-from autofit.frontends.verl_log import read_log
+from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.verl_settings import Settings
 from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
@@ -424,7 +424,7 @@ def test_a_log_is_held_against_the_actors_bytes_and_all_optimizer_steps_of_a_gen
         phases=tuple(PhasePeak(name=name, peak_allocated_bytes=size, peak_reserved_bytes=size, device_used_bytes=size)
             for name, size in peaks.items()),
         categories={"rollout": {"vLLM": 8 << 30}, "update": {"vLLM": 1 << 29, "logits": 1 << 30}},
-        phase_s={"rollout": 22.0, "update": 1.0, "optimizer": 0.25, "loading": 0.5},
+        phase_s={"rollout": 5.5, "update": 1.0, "optimizer": 0.25, "loading": 0.125},
     )  # fmt: skip
     rows = {row.name: row for row in rows_of(read_log(tmp_path / "log"), promised, 4)}
     assert rows["allocated"].promised == 5 << 29  # of the update: vLLM is a process of its own
@@ -522,6 +522,33 @@ def test_fsdp2s_own_offloading_leaves_no_states_on_the_card_and_takes_the_place_
     for phase in ("rollout", "loading"):
         assert plain.held[phase] - moved.held[phase] == pytest.approx(states, rel=0.05)
     assert moved.peaks["optimizer"] < plain.peaks["optimizer"] - states
+
+
+@pytest.mark.slow
+def test_a_generation_is_promised_the_same_seconds_whatever_its_optimizer_steps(model: Path, tmp_path: Path) -> None:
+    def promised(mini: int) -> dict[str, float | None]:
+        path = tmp_path / f"{mini}.sh"
+        values = {
+            **QWEN, "actor_rollout_ref.model.path": model, "data.train_batch_size": 16, "data.max_prompt_length": 16,
+            "data.max_response_length": 48, f"{ACTOR}.ppo_mini_batch_size": mini, f"{ROLLOUT}.n": 2,
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.use_kl_loss": False, f"{ROLLOUT}.max_model_len": 64,
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1,
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1, "trainer.n_gpus_per_node": 2,
+        }  # fmt: skip
+        path.write_text(script(values))
+        log = VerlLog(steps=1, allocated_bytes=None, reserved_bytes=None, seconds={})
+        return {row.name: row.promised for row in rows_of(log, estimated(path), 16 // mini)}
+
+    once, twice = promised(16), promised(8)
+    for name in ("timing_s/gen", "timing_s/old_log_prob", "timing_s/update_weights"):
+        assert once[name] is not None
+        assert twice[name] == pytest.approx(once[name], rel=0.02), name
+
+
+def estimated(path: Path) -> ProbeResult:
+    import autofit
+
+    return autofit.estimate(path, gpu="2xh100", advice=False).result
 
 
 @pytest.mark.parametrize("sharding", [pytest.param("fsdp1", marks=pytest.mark.thorough), "fsdp2"])

@@ -228,8 +228,9 @@ def replayed(found: Mapping[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
     """The rows as Markdown."""
-    lines = ["| model | H100 | ran | died | by live bytes | off | beside what the logs have cached | off "
-             "| live bytes of what died, GiB | of, GiB | cached in the log, GiB | replayed |", "|" + "---|" * 12]  # fmt: skip
+    names = ("model", "H100", "ran", "died", "replayed", "by live bytes", "off", "beside what logs have cached", "off",
+             "live bytes of what died, GiB", "of, GiB", "cached in the log, GiB")  # fmt: skip
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for row in rows:
         if (found := kept.get(row["name"])) is None:
             continue
@@ -237,8 +238,8 @@ def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
         for cached in (0.0, row["cached_gib"]):
             most = largest(row, found, cached_gib=cached)
             shown += [most, f"{most / row['ran'] - 1:+.0%}"]
-        cells = (row["name"], row["cards"], row["ran"], row["died"], *shown, found["live_gib_of_what_died"],
-                 found["limit_gib"], row["cached_gib"], replayed(found))  # fmt: skip
+        cells = (row["name"], row["cards"], row["ran"], row["died"], replayed(found), *shown,
+                 found["live_gib_of_what_died"], found["limit_gib"], row["cached_gib"])  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 

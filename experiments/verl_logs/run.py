@@ -6,7 +6,7 @@ the rows that it does not run again. Writes results.json and table.md.
 Allocated bytes are those of the actor's process, without vLLM's, as verl logs them: the most since the process began.
 Of a run of `one_step` the update does not count, which is predicted with the optimizer's states that the first has not.
 Where vLLM is in the trainer's process (`vllm_in_process`, verl before 0.6), torch counts its weights and cache also
-while it sleeps, since vLLM unmaps them without telling torch: the largest share of vLLM's is added.
+while it sleeps, since vLLM unmaps them without telling torch: both are added, as autofit's engine has them.
 """
 
 import json
@@ -22,13 +22,20 @@ import yaml
 import autofit
 from autofit.api.verl import rows_of
 from autofit.errors import ConfigError
+from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.frontends.verl_log import VerlLog
 from autofit.probing.result import ProbeResult
+from autofit.recipe.catalogue import architecture
 
 HERE = Path(__file__).parent
 KEPT = HERE / "results.json"
 GIB = 1 << 30
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+SIZES = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_model_parallel_size")
 
 
 def predicted(row: Mapping[str, Any], common: Mapping[str, object]) -> dict[str, object]:
@@ -49,13 +56,35 @@ def predicted(row: Mapping[str, Any], common: Mapping[str, object]) -> dict[str,
         phase.name: round((phase.peak_allocated_bytes - served[phase.name]) / GIB, 3)
         for phase in found.phases if parts.get(phase.name)
     }  # fmt: skip
-    most = max(size for name, size in phases.items() if name != "update" or not row.get("one_step"))
-    if row.get("vllm_in_process"):  # which counts what it holds, asleep too
-        most = round(most + (max(served.values()) - served["update"]) / GIB, 3)
+    later = max(
+        size for name, size in phases.items() if name != "load" and (name != "update" or not row.get("one_step"))
+    )
+    if row.get("vllm_in_process"):  # which counts what it holds once it is there, asleep too
+        later += pool_gib(row, values)
+    most = round(max(later, phases.get("load", 0.0)), 3)
     return {
         "allocated_gib": most, "phases_gib": phases, "seconds": seconds(found, values, row.get("seconds", {})),
         "computed_in_s": round(time.monotonic() - began),
     }  # fmt: skip
+
+
+def pool_gib(row: Mapping[str, Any], values: Mapping[str, object]) -> float:
+    """The weights and the cache of an engine: its share of the card without what it computes with.
+
+    vLLM before 0.11 looks at the card before its communicators are there, so that they count in its share as well
+    (init_device of vllm/worker/worker.py).
+    """
+    known = architecture(str(values[f"{MODEL}.path"]))
+    assert known is not None
+    settings = {key: str(values[f"{ROLLOUT}.{key}"]) for key in SIZES}
+    spec = gpu_spec(row["gpu"].partition("x")[2])
+    engine = VllmEngine(
+        spec=spec, costs=HostCosts(), decoder=Decoder.of(known.config),
+        weights_bytes=0, utilization=float(settings["gpu_memory_utilization"]), longest=1,
+        most_sequences=int(settings["max_num_seqs"]), ranks=int(settings["tensor_model_parallel_size"]),
+        batched_tokens=int(settings["max_num_batched_tokens"]), eager=True,
+    )  # fmt: skip
+    return (engine.cache_bytes - nccl_bytes(spec, engine.ranks)) / GIB
 
 
 def seconds(found: ProbeResult, values: Mapping[str, object], timed: Mapping[str, float]) -> dict[str, float]:
