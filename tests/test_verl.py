@@ -21,7 +21,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
-from autofit.frontends.verl_log import read_log
+from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.verl_settings import Settings
 from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
@@ -185,8 +185,10 @@ def test_a_model_in_a_folder_that_the_environment_names_is_known_by_the_folders_
     made = verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/Qwen3-32B"}, "DATA=${DATA:-$HOME/verl}"))
     assert made.values["model_path"] == "Qwen/Qwen3-32B"
     assert any(f"{path} Qwen/Qwen3-32B" in note for note in made.notes)
-    with pytest.raises(ConfigError, match="must name its model"):
+    with pytest.raises(ConfigError, match="no model of its folder's name my-own is known"):
         verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/my-own"}))
+    with pytest.raises(ConfigError, match="Qwen3-VL-8B trains on images"):
+        verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/Qwen3-VL-8B"}))
 
 
 SIMULATED = [
@@ -195,6 +197,8 @@ SIMULATED = [
     ({f"{FSDP}.offload_policy": True}, "the optimizer works on the processor"),
     ({f"{ACTOR}.use_prefix_grouper": True}, "use_prefix_grouper has no effect"),
     ({f"{ACTOR}.calculate_sum_pi_squared": True}, "calculate_sum_pi_squared has no effect"),
+    ({"distillation.enabled": True}, "teachers of distillation work on GPUs of their own"),
+    ({"actor_rollout_ref.model.path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "linear attention runs in transformers"),
 ]  # fmt: skip
 
 
@@ -236,7 +240,9 @@ REFUSED = [
     ({ULYSSES: 2, "actor_rollout_ref.model.use_remove_padding": False}, "needs use_remove_padding: true"),
     ({ULYSSES: 2, "actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, "attend to its own part"),
     ({f"{FSDP}.fsdp_size": 4}, "shards over some of the 8 GPUs"),
-    ({"distillation.enabled": True}, "distillation.enabled is not simulated"),
+    ({"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
+     "distillation with forward_kl_topk, which computes on the logits"),
+    ({"actor_rollout_ref.model.path": "openbmb/MiniCPM-o-2_6"}, "MiniCPM-o-2_6 trains on images, video or sound"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 7}, "must divide the samples of a rank"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, "must be set, or"),
     ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None}, "log_prob_micro_batch_size_per_gpu must be"),
@@ -436,7 +442,7 @@ def test_a_log_is_held_against_the_actors_bytes_and_all_optimizer_steps_of_a_gen
         phases=tuple(PhasePeak(name=name, peak_allocated_bytes=size, peak_reserved_bytes=size, device_used_bytes=size)
             for name, size in peaks.items()),
         categories={"rollout": {"vLLM": 8 << 30}, "update": {"vLLM": 1 << 29, "logits": 1 << 30}},
-        phase_s={"rollout": 22.0, "update": 1.0, "optimizer": 0.25, "loading": 0.5},
+        phase_s={"rollout": 5.5, "update": 1.0, "optimizer": 0.25, "loading": 0.125},
     )  # fmt: skip
     rows = {row.name: row for row in rows_of(read_log(tmp_path / "log"), promised, 4)}
     assert rows["allocated"].promised == 5 << 29  # of the update: vLLM is a process of its own
@@ -536,6 +542,33 @@ def test_fsdp2s_own_offloading_leaves_no_states_on_the_card_and_takes_the_place_
     assert moved.peaks["optimizer"] < plain.peaks["optimizer"] - states
 
 
+@pytest.mark.slow
+def test_a_generation_is_promised_the_same_seconds_whatever_its_optimizer_steps(model: Path, tmp_path: Path) -> None:
+    def promised(mini: int) -> dict[str, float | None]:
+        path = tmp_path / f"{mini}.sh"
+        values = {
+            **QWEN, "actor_rollout_ref.model.path": model, "data.train_batch_size": 16, "data.max_prompt_length": 16,
+            "data.max_response_length": 48, f"{ACTOR}.ppo_mini_batch_size": mini, f"{ROLLOUT}.n": 2,
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.use_kl_loss": False, f"{ROLLOUT}.max_model_len": 64,
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 2, f"{ROLLOUT}.tensor_model_parallel_size": 1,
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1, "trainer.n_gpus_per_node": 2,
+        }  # fmt: skip
+        path.write_text(script(values))
+        log = VerlLog(steps=1, allocated_bytes=None, reserved_bytes=None, seconds={})
+        return {row.name: row.promised for row in rows_of(log, estimated(path), 16 // mini)}
+
+    once, twice = promised(16), promised(8)
+    for name in ("timing_s/gen", "timing_s/old_log_prob", "timing_s/update_weights"):
+        assert once[name] is not None
+        assert twice[name] == pytest.approx(once[name], rel=0.02), name
+
+
+def estimated(path: Path) -> ProbeResult:
+    import autofit
+
+    return autofit.estimate(path, gpu="2xh100", advice=False).result
+
+
 @pytest.mark.parametrize("sharding", [pytest.param("fsdp1", marks=pytest.mark.thorough), "fsdp2"])
 def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     sharding: Sharding, model: Path, tmp_path: Path
@@ -604,6 +637,14 @@ def test_gradients_that_are_not_reduced_between_micro_batches_are_whole_on_each_
     more = deferred.peaks["update"] - reduced.peaks["update"]
     sharded = 4 * _parameters(model) // 2  # what is held of them where they are reduced
     assert more == pytest.approx(each * _parameters(model) - sharded, rel=0.25, abs=1 << 17)
+
+
+def test_a_bypass_takes_the_rollouts_log_probabilities_and_scores_nothing_again(model: Path, tmp_path: Path) -> None:
+    bypassing = simulated(model, tmp_path, bypass_mode=True)
+    assert "old log-probs" not in bypassing.peaks
+    assert "reference" in bypassing.peaks
+    said = {**QWEN, "algorithm.rollout_correction.bypass_mode": "true"}
+    assert verl_recipe.recipe(said).values["bypass_mode"] is True
 
 
 def _parameters(model: Path, *, critic: bool = False) -> int:

@@ -181,15 +181,11 @@ class VerlLoop(Loop):
         self._synchronise()
         report.enter(ROLLOUT)
         self._generate()
-        report.enter(LOG_PROBS)
+        if not settings.bypass_mode:
+            report.enter(LOG_PROBS)
         empty_cache()  # the worker cached nothing while vLLM worked, which gave its share back
-        rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
-        if settings.param_offload:
-            actor.load_model()
-        sizes = settings.split(settings.generated, rows=rows, budget=budget, sharers=self._sharers)
-        self._scored(actor, sizes, entropy=True)
-        if settings.param_offload:
-            actor.offload_model()
+        if not settings.bypass_mode:
+            self._score_again()
         if settings.reference:
             report.enter(REFERENCE)
             self._refer()
@@ -211,6 +207,17 @@ class VerlLoop(Loop):
             sharers=self._sharers,
         )  # fmt: skip
         return marked_last(sizes)
+
+    def _score_again(self) -> None:
+        """Old log-probabilities, of the weights that generated, by the training's own engine."""
+        settings, actor = self._settings, self.actor
+        rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
+        if settings.param_offload:
+            actor.load_model()
+        sizes = settings.split(settings.generated, rows=rows, budget=budget, sharers=self._sharers)
+        self._scored(actor, sizes, entropy=True)
+        if settings.param_offload:
+            actor.offload_model()
 
     def _refer(self) -> None:
         settings = self._settings

@@ -21,12 +21,12 @@ from autofit.tuning.study import load_study, trials_of
 from autofit.units import format_bytes, format_seconds
 
 _SERVED = "vLLM"  # the category of what is verl's server process's, which verl's log does not count
-# {verl's timer: the phases of a simulated step that it covers}; those of an optimizer step come several times
+# {verl's timer: the phases of a simulated step that it covers}
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "gen": ("rollout",), "old_log_prob": ("old log-probs",), "ref": ("reference",), "update_weights": ("sync",),
     "values": ("values",), "update_critic": ("update critic",),
 }  # fmt: skip
-_ONCE, _EACH = ("loading",), ("update", "optimizer")
+_UPDATE = ("loading", "update", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +90,23 @@ def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str 
 
 
 def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Figure]:
-    """The memory and the phases, those that verl timed or the promise has."""
+    """The memory and the phases, those that verl timed or the promise has.
+
+    A simulated step is an optimizer step, with its share of what a generation has once.
+    """
     yield Figure("allocated", _allocated(promised), log.allocated_bytes)
     yield Figure("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
     took = promised.phase_s
     for timer, phases in _PHASES.items():
         if timer in log.seconds or any(name in took for name in phases):
-            yield Figure(f"timing_s/{timer}", _sum(took, phases), log.seconds.get(timer))
-    each, once = _sum(took, _EACH), _sum(took, _ONCE) or 0.0
-    yield Figure("timing_s/update_actor", None if each is None else each * optimizer_steps + once,
-              log.seconds.get("update_actor"))  # fmt: skip
+            yield Figure(f"timing_s/{timer}", _sum(took, phases, optimizer_steps), log.seconds.get(timer))
+    yield Figure("timing_s/update_actor", _sum(took, _UPDATE, optimizer_steps), log.seconds.get("update_actor"))
 
 
-def _sum(seconds: Mapping[str, float], names: tuple[str, ...]) -> float | None:
+def _sum(seconds: Mapping[str, float], names: tuple[str, ...], times: int) -> float | None:
+    """The seconds of so many of the phases' steps; None where none is known."""
     found = [seconds[name] for name in names if name in seconds]
-    return sum(found) if found else None
+    return sum(found) * times if found else None
 
 
 def _allocated(promised: ProbeResult) -> int | None:

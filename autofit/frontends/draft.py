@@ -15,7 +15,7 @@ from autofit.frontends.foreign import Foreign
 # Models that see or hear, by the names that their makers give them; a tool's own keys for images count too.
 _SEES = re.compile(
     r"(?:-|\d)V(?:-|$)|(?i:(?:^|[-_/.\d])(?:vl\d*|vlm|vision|audio|ocr|ovis\d*|mllm|mllama)(?:$|[-_/.])"
-    r"|llava|internvl|smolvlm|pixtral|voxtral|omni|paligemma|idefics|jina-reranker-m\d)"
+    r"|llava|internvl|minicpm-?o|smolvlm|pixtral|voxtral|omni|paligemma|idefics|jina-reranker-m\d)"
 )
 _MOST_NAMED = 4
 _SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing_kwargs")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.draft import number
+from autofit.frontends.draft import Draft, number
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import (
     DEFAULTS,
@@ -42,18 +42,20 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     """The recipe of a shell script that starts verl; what hangs on conditions is taken as if they held, with a note."""
     found, unread = overrides(text)
     likely = {key: UNSURE if value is None else value for key, value in likely_overrides(text).items()}
-    for key in [key for key in likely if key.endswith(MODEL_PATH) and likely[key] != UNSURE]:
-        name = str(likely[key])
+    folders = {key: str(likely[key]) for key in likely if key.endswith(MODEL_PATH) and likely[key] != UNSURE}
+    for key, name in folders.items():
         likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
-    return recipe({**likely, **found}, ranks=ranks, unread=unread)
+    return recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
 
 
 def recipe(
-    values: Mapping[str, object], *, folder: Path | None = None, ranks: int | None = None, unread: tuple[str, ...] = ()
-) -> Foreign:
+    values: Mapping[str, object], *, folder: Path | None = None, ranks: int | None = None,
+    unread: tuple[str, ...] = (), model_folder: str | None = None,
+) -> Foreign:  # fmt: skip
     """The recipe of a config's `values` (nested, or by dotted paths), of which the keys `unread` are not certain.
 
-    Nothing in it is read from the config's `folder`. `ranks` are the GPUs where they are told beside the file.
+    Nothing in it is read from the config's `folder`. `ranks` are the GPUs where they are told beside the file, and
+    `model_folder` is the name of the model's folder where only the environment knows where that is.
 
     Raises ConfigError for what is not simulated, and for a config that verl would refuse or that does not say its
     batch.
@@ -67,6 +69,7 @@ def recipe(
         raise ConfigError(
             f"the batch of this verl config is not certain: {open_keys} must be whole numbers in the file"
         )
+    Draft("verl", {}).check_model(config.said.get(f"{M}.path"), model_folder)
     critic = has_critic(config)
     keys = {key: named for key, named in KEYS.items() if critic or not key.startswith(_CRITIC)}
     found = {key: _value(config, named) for key, named in keys.items() if _said(config, named) is not None}
@@ -75,7 +78,8 @@ def recipe(
         found |= critic_values(config, batch)
         found["critic_model_dtype"] = _dtype("critic_model_dtype", str(found["critic_model_dtype"]))
     if not found.get("model_path"):
-        raise ConfigError(f"the verl config must name its model; give {M}.path")
+        known = "" if model_folder is None else f" as on the hub: no model of its folder's name {model_folder} is known"
+        raise ConfigError(f"the verl config must name its model; give {M}.path{known}")
     found["reference"] = _references(config)
     found["calculate_entropy"] = config.is_on(f"{A}.calculate_entropy") or _number(config, f"{A}.entropy_coeff") != 0
     found["ulysses_sequence_parallel_size"] = sequence_parallel(config)
@@ -235,6 +239,12 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
             yield f"{path} is not simulated for verl ({why}); turn it off"
     if config.is_on(_SUM_OF_SQUARES) and not config.is_on("trainer.use_v1"):
         yield f"{_SUM_OF_SQUARES} is not simulated for verl's older trainer (another pass over the logits); turn it off"
+    loss = str(config.said.get("distillation.distillation_loss.loss_mode", "k3"))
+    if config.is_on("distillation.enabled") and loss not in _OF_ONE_TOKEN:
+        yield (
+            f"distillation with {loss}, which computes on the logits, is not simulated for verl; set "
+            f"distillation.distillation_loss.loss_mode to one of {', '.join(_OF_ONE_TOKEN)}"
+        )
     yield from _unshared(config)
     if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
         yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"
@@ -285,8 +295,9 @@ _NOT_SIMULATED = {
     f"{M}.tiled_mlp.enabled": "it computes each layer's MLP in parts",
     f"{M}.mtp.enable": "it trains further layers",
     f"{FSDP}.qat.enable": "quantised training",
-    "distillation.enabled": "a teacher on the same or other GPUs",
 }
+# Losses of distillation that read the teacher's log-probability of each token alone (trainer/distillation/losses.py).
+_OF_ONE_TOKEN = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
@@ -320,6 +331,16 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
     if optimizer != list(_OPTIMIZER.values()):
         yield f"actor.optim {'.'.join(optimizer)} is simulated as torch's AdamW, whose states have 8 bytes a parameter"
+    if config.is_on("distillation.enabled"):
+        yield (
+            "the teachers of distillation work on GPUs of their own (distillation.nnodes x n_gpus_per_node), which are "
+            "not simulated; their log-probabilities, 8 to 12 bytes a token, are not counted"
+        )
+    if catalogue.text_config(str(config.said.get(f"{M}.path"))).get("model_type") == "qwen3_next":
+        yield (
+            "linear attention runs in transformers' own operations, as where flash-linear-attention is not installed; "
+            "its kernels need no more bytes, and fewer seconds"
+        )
     for path in ("reward_model.enable", "reward.reward_model.enable"):
         if config.is_on(path):
             yield f"{path}: the reward model is not simulated, and takes memory besides"

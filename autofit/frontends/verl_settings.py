@@ -65,6 +65,7 @@ class Settings:
     reference: bool = False
     use_kl_loss: bool = _key(f"{A}.use_kl_loss")
     calculate_entropy: bool = False  # in the update
+    bypass_mode: bool = _key("algorithm.rollout_correction.bypass_mode", False)  # the rollout's log-probabilities count
     use_fused_kernels: bool = _key(f"{M}.use_fused_kernels", False)
     enable_gradient_checkpointing: bool = _key(f"{M}.enable_gradient_checkpointing", True)
     lora_rank: int = _key(f"{M}.lora_rank", like=f"{M}.lora.rank")

@@ -1,13 +1,14 @@
 """The tools' own example files as recipes: read, refused by name or not recognised; batches; and written back.
 
 Run: python experiments/frontends/recipes.py --llama-factory DIR --axolotl DIR --ms-swift DIR --verl DIR
-Each DIR is a checkout. bash runs ms-swift's scripts in an empty folder with stubs for every program: its arguments and
-environment, and swift's own rule for the accumulation, are the truth of the batch. Of ms-swift only the scripts whose
-path has an even CRC-32 are read. Of verl the scripts under examples/ whose engine is FSDP and whose name tells of no
-images, sound or video; the batch's truth is what bash hands to verl, by verl's own arithmetic. A file of the others is
-of a text model unless it is refused for images, video or sound; those that are refused for another reason although
-their model sees or hears are counted as text too, and told apart. Files with which the tool itself ends with an error
-are neither read nor counted, and told apart too. Writes recipes.json.
+Each DIR is a checkout; of a tool without one the last counts are kept. bash runs ms-swift's scripts in an empty folder
+with stubs for every program: its arguments and environment, and swift's own rule for the accumulation, are the truth of
+the batch. Of ms-swift only the scripts whose path has an even CRC-32 are read. Of verl the scripts under examples/
+whose engine is FSDP and whose name and data (geo3k, openr1mm) tell of no images, sound or video; the batch's truth is
+what bash hands to verl, by verl's own arithmetic. A file of the others is of a text model unless it is refused for
+images, video or sound; those that are refused for another reason although their model sees or hears are counted as
+text too, and told apart. Files with which the tool itself ends with an error are neither read nor counted, and told
+apart too. Writes recipes.json.
 """
 
 import argparse
@@ -114,11 +115,17 @@ def _batch(words: list[str], counts: list[str], checkout: Path) -> int:
 
 # -- verl -------------------------------------------------------------------------------------------------------------
 
-OTHER_DATA = re.compile(r"_vl_|omni|video|glm4_1v")
+OTHER_DATA = re.compile(r"_vl_|omni|video|glm4_1v")  # in a script's name
+SEEN_DATA = re.compile(r"(?m)^[^#\n]*(?:geo3k|openr1mm)/train")  # data with images, in its text
+ENDS = "verl ends"  # in the reason for which a script is refused that verl itself does not train
 VERL_CHANGES: tuple[Mapping[str, object], ...] = (
     {}, {"param_offload": True, "optimizer_offload": False}, {"gpu_memory_utilization": 0.35},
     {"attn_implementation": "sdpa", "lora_rank": 4}, {"enable_gradient_checkpointing": False},
 )  # fmt: skip
+
+
+SIZES = ("ppo_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_generation",
+         "ulysses_sequence_parallel_size")  # fmt: skip
 
 
 def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
@@ -137,21 +144,30 @@ def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
         config = verl.VerlConfig.of(verl.overrides(text)[0])
         if config.strategy not in ("fsdp", "fsdp2"):
             continue
+        if SEEN_DATA.search(text):
+            counts["with images in their data"] += 1
+            continue
         counts["scripts"] += 1
         told = explain(path)
         counts["batch told" if told.lines and not told.unread else "a key named as not certain"] += 1
-        if truth is None or told.unread:
-            counts["no truth, or not certain"] += 1
-        else:
-            same = verl.batch_of(config) == verl.batch_of(verl.VerlConfig.of(truth))
-            counts["batch as bash" if same else "wrong"] += 1
         try:
             foreign = read(path)
         except ConfigError as error:
-            reasons[re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))] += 1
+            reason = re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))
+            reasons[reason] += 1
+            counts["refused, as verl ends there" if ENDS in reason else "refused by name"] += 1
+            same = verl.batch_of(config) == verl.batch_of(verl.VerlConfig.of(truth or {}))
+            counts["batch as bash" if same else "wrong batch"] += 1
             continue
         counts["simulated"] += 1
-        for changes in VERL_CHANGES if foreign is not None else ():
+        assert foreign is not None  # it starts verl
+        if truth is None:
+            counts["no truth of the batch"] += 1
+        else:
+            said = verl.batch_of(verl.VerlConfig.of(truth))
+            same = said is not None and same_samples(foreign, said)
+            counts["batch as bash" if same else "wrong batch"] += 1
+        for changes in VERL_CHANGES:
             try:
                 written(path, {key: value for key, value in changes.items() if can_say(foreign, key, value)})
                 trips["the same"] += 1
@@ -162,6 +178,14 @@ def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
         "commit": commit_of(checkout), "files": dict(counts), "round trips": dict(trips),
         "refused": dict(reasons.most_common()),
     }  # fmt: skip
+
+
+def same_samples(foreign: Foreign, truth: verl.Batch) -> bool:
+    """Whether the samples of an optimizer step, and of a generation, are those of a batch, over all ranks."""
+    values = {key: int(str(value)) for key, value in foreign.values.items() if key in SIZES}
+    micro, accumulated, generated, sharers = (values[key] for key in SIZES)
+    shards = (foreign.ranks or 1) // sharers
+    return (micro * accumulated * shards, micro * generated * shards) == (truth.effective, truth.generation)
 
 
 def batch(foreign: Foreign) -> int:
@@ -247,9 +271,10 @@ def counted(paths: Iterator[Path], tool: str, checkout: Path, folder: Path) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("llama-factory", "axolotl", "ms-swift", "verl"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+        parser.add_argument(f"--{name}", type=Path)
     options = parser.parse_args()
-    found: dict[str, object] = {"date": date.today().isoformat()}
+    found: dict[str, object] = json.loads((HERE / "recipes.json").read_text())
+    found["date"] = date.today().isoformat()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "bin").mkdir()
@@ -258,11 +283,14 @@ def main() -> None:
             (folder / "bin" / program).write_text(STUB)
             os.chmod(folder / "bin" / program, 0o755)
         for tool, checkout in (("LLaMA-Factory", options.llama_factory), ("Axolotl", options.axolotl)):
-            found[tool] = counted(yamls(checkout, tool), tool, checkout, folder)
-        found["ms-swift"] = counted(scripts(options.ms_swift), "ms-swift", options.ms_swift, folder)
+            if checkout is not None:
+                found[tool] = counted(yamls(checkout, tool), tool, checkout, folder)
+        if options.ms_swift is not None:
+            found["ms-swift"] = counted(scripts(options.ms_swift), "ms-swift", options.ms_swift, folder)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "bin").mkdir()
-        found["verl"] = verl_counted(options.verl, Path(name))
+        if options.verl is not None:
+            found["verl"] = verl_counted(options.verl, Path(name))
     (HERE / "recipes.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

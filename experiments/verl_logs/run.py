@@ -5,6 +5,8 @@ the rows that it does not run again. Writes results.json and table.md.
 
 Allocated bytes are those of the actor's process, without vLLM's, as verl logs them: the most since the process began.
 Of a run of `one_step` the update does not count, which is predicted with the optimizer's states that the first has not.
+Where vLLM is in the trainer's process (`vllm_in_process`, verl before 0.6), torch counts its weights and cache also
+while it sleeps, since vLLM unmaps them without telling torch: both are added, as autofit's engine has them.
 """
 
 import json
@@ -18,34 +20,85 @@ from typing import Any
 import yaml
 
 import autofit
+from autofit.api.verl import rows_of
 from autofit.errors import ConfigError
+from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.specs import HostCosts, gpu_spec
+from autofit.frontends.verl_log import VerlLog
+from autofit.probing.result import ProbeResult
+from autofit.recipe.catalogue import architecture
 
 HERE = Path(__file__).parent
 KEPT = HERE / "results.json"
 GIB = 1 << 30
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+SIZES = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_model_parallel_size")
 
 
 def predicted(row: Mapping[str, Any], common: Mapping[str, object]) -> dict[str, object]:
-    """The phases of a row as a simulated card has them, in GiB and seconds."""
-    values = {**common, **row["values"], **row.get("assumed", {})}
+    """The phases of a row as a simulated card has them, in GiB, and the seconds of verl's timers."""
+    values = {**common, **row["values"], **row.get("assumed", {}), **row.get("lengths", {})}
     words = " ".join(f"{key}={value}" for key, value in values.items())
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "run.sh"
         script.write_text(f"python3 -m verl.trainer.main_ppo {words}\n")
         try:
-            found = autofit.estimate(script, gpu=row["gpu"], advice=False).to_dict()
+            found = autofit.estimate(script, gpu=row["gpu"], advice=False).result
         except ConfigError as error:
             return {"refused": str(error)}
+    parts = found.categories
+    served = {name: held.get("vLLM", 0) for name, held in parts.items()}
     phases = {
-        phase["name"]: round((phase["peak_allocated_bytes"] - phase["categories"].get("vLLM", 0)) / GIB, 3)
-        for phase in found["phases"] if phase["categories"]
+        phase.name: round((phase.peak_allocated_bytes - served[phase.name]) / GIB, 3)
+        for phase in found.phases if parts.get(phase.name)
     }  # fmt: skip
-    counted = [size for name, size in phases.items() if name != "update" or not row.get("one_step")]
+    later = max(
+        size for name, size in phases.items() if name != "load" and (name != "update" or not row.get("one_step"))
+    )
+    if row.get("vllm_in_process"):  # which counts what it holds once it is there, asleep too
+        later += pool_gib(row, values)
+    most = round(max(later, phases.get("load", 0.0)), 3)
     return {
-        "allocated_gib": max(counted), "phases_gib": phases, "rollout_s": found["rollout_s"],
-        "update_s": found["update_s"], "computed_in_s": round(time.monotonic() - began),
+        "allocated_gib": most, "phases_gib": phases, "seconds": seconds(found, values, row.get("seconds", {})),
+        "computed_in_s": round(time.monotonic() - began),
     }  # fmt: skip
+
+
+def pool_gib(row: Mapping[str, Any], values: Mapping[str, object]) -> float:
+    """The weights and the cache of an engine: its share of the card without what it computes with.
+
+    vLLM before 0.11 looks at the card before its communicators are there, so that they count in its share as well
+    (init_device of vllm/worker/worker.py).
+    """
+    known = architecture(str(values[f"{MODEL}.path"]))
+    assert known is not None
+    settings = {key: str(values[f"{ROLLOUT}.{key}"]) for key in SIZES}
+    spec = gpu_spec(row["gpu"].partition("x")[2])
+    engine = VllmEngine(
+        spec=spec, costs=HostCosts(), decoder=Decoder.of(known.config),
+        weights_bytes=0, utilization=float(settings["gpu_memory_utilization"]), longest=1,
+        most_sequences=int(settings["max_num_seqs"]), ranks=int(settings["tensor_model_parallel_size"]),
+        batched_tokens=int(settings["max_num_batched_tokens"]), eager=True,
+    )  # fmt: skip
+    return (engine.cache_bytes - nccl_bytes(spec, engine.ranks)) / GIB
+
+
+def seconds(found: ProbeResult, values: Mapping[str, object], timed: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of verl's timers, those that a row's log has; all of them where it has none."""
+    prompts, mini = (int(str(values[key])) for key in ("data.train_batch_size", MINI))
+    log = VerlLog(steps=1, allocated_bytes=None, reserved_bytes=None, seconds=timed)
+    rows = {row.name.removeprefix("timing_s/"): row.promised for row in rows_of(log, found, prompts // mini)}
+    return {name: round(took, 2) for name, took in rows.items() if name in (timed or rows) and took is not None
+            and name != "allocated"}  # fmt: skip
+
+
+def in_order(took: Mapping[str, float]) -> str:
+    """`update_actor 22.2 > gen 4.2`."""
+    return " > ".join(f"{name} {took[name]}" for name in sorted(took, key=lambda name: -took[name]))
 
 
 def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
@@ -55,9 +108,18 @@ def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
     for row in rows:
         found = kept.get(row["name"], {})
         size, off = found.get("allocated_gib"), found.get("off")
+        if row["allocated_gib"] is None:
+            continue
         shown = ("not run", "") if size is None else (f"{size:.2f}", f"{off:+.1%}")
         cells = (row["name"], row["verl"], row["card"], row["allocated_gib"], *shown, row.get("why", ""))
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "| run | timing_s of the log | predicted | same order |", "|---|---|---|---|"]
+    for row in rows:
+        if timed := row.get("seconds"):
+            told = kept.get(row["name"], {}).get("seconds", {})
+            same = sorted(timed, key=timed.__getitem__) == sorted(told, key=told.__getitem__)
+            ordered = (row["name"], in_order(timed), in_order(told) or "not run", "yes" if same else "no")
+            lines.append(f"| {' | '.join(ordered)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -69,7 +131,7 @@ def main() -> None:
         row = given["rows"][number - 1]
         found = predicted(row, given["common"])
         told = {"measured_gib": row["allocated_gib"], **found}
-        if "allocated_gib" in found:
+        if "allocated_gib" in found and row["allocated_gib"] is not None:
             told["off"] = round(found["allocated_gib"] / row["allocated_gib"] - 1, 4)
         kept[row["name"]] = told
         print(row["name"], told, flush=True)

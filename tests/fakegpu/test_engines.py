@@ -73,6 +73,13 @@ def test_a_step_takes_the_time_of_its_weights_and_its_cache() -> None:
     assert step_s(replace(ENGINE, waits=True), 64, 512) > step_s(ENGINE, 64, 512)
 
 
+def test_an_eager_step_is_launched_by_the_modules_python() -> None:
+    compiled = replace(ENGINE, spec=gpu_spec("h100"))
+    launches = 11 * QWEN3_4B.layers * ENGINE.costs.launch_s
+    assert step_s(replace(compiled, eager=True), 1, 512) > launches
+    assert step_s(compiled, 1, 512) < launches
+
+
 def test_a_small_share_runs_fewer_sequences_at_once_and_takes_longer() -> None:
     prompts = [1024] * 256
     wide = replace(ENGINE, utilization=0.9, most_sequences=256)

@@ -208,8 +208,11 @@ class VllmEngine:
         return np.where(tokens <= sizes[-1], sizes[place], tokens)
 
     def _launching_s(self, batch: Batch) -> Floats:
-        """Host seconds of launching what is not in one graph: attention between the graphs of a mixed batch."""
-        launch_s = _COMPILED_LAUNCH * self.costs.launch_s
+        """Host seconds of launching what is not in one graph: attention between the graphs of a mixed batch.
+
+        With enforce_eager nothing is compiled either (vllm/config, CompilationLevel.NO_COMPILATION).
+        """
+        launch_s = (1.0 if self.eager else _COMPILED_LAUNCH) * self.costs.launch_s
         largest = self.graph_sizes[-1] if self.graph_sizes else 0
         whole = (batch.prefilling == 0) & (batch.tokens <= min(largest, self.most_sequences))
         pieces = np.where(batch.tokens <= largest, 3.0, 11.0)  # launches a layer

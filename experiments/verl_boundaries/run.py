@@ -1,0 +1,267 @@
+"""Batches at which verl's authors bisected their way to out of memory, beside the largest that live tensors allow.
+
+Run: python experiments/verl_boundaries/run.py [NUMBER ...], the rows of rows.yaml by number from 1, all by default. It
+keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS` runs a row's
+update through the simulated allocator, at the model's own depth and with the card's capacity, and keeps whether it
+fits: what torch has cached in pieces that do not fit is of the allocator, and no estimate knows it.
+
+The runs were of verl 0.4 (commit 49b08e95), whose worker differs from that of 0.9, which the trainer `verl` has. What
+differs is played here as 0.4 has it, read in its source:
+
+- logits are divided by the temperature in place, on a view (workers/actor/dp_actor.py, line 141);
+- gradients are reduced after each micro-batch;
+- vLLM works in the trainer's process, so there is one context on the card, and expandable segments are off, which
+  vLLM's allocator refuses (vllm/device_allocator/cumem.py).
+
+Samples are packed at their true lengths, of which the author's logs of the same models on the same data say the mean,
+the least and the most. Micro-batches of so many samples differ as draws from a normal distribution do, whose standard
+deviation is the range of the 320 samples that were logged divided by 5.8; the largest of a step's five counts.
+
+Live bytes of the update are affine in the tokens and in the layers: four simulations of a row, of two sizes and two
+depths, give the largest batch that a card holds beside one CUDA context and NCCL's buffers.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+
+from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.specs import gpu_spec
+from autofit.frontends import verl_recipe
+from autofit.frontends.verl_settings import Settings
+from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
+from autofit.probing.prepare import worst_case_path
+from autofit.probing.rank import simulated_rank
+from autofit.recipe.catalogue import architecture
+from autofit.recipe.launch import Launch
+from autofit.trainers import verl as trainer
+from autofit.trainers import verl_engine
+
+HERE = Path(__file__).parent
+KEPT = HERE / "results.json"
+GIB = 1 << 30
+CARD = "h100"
+RANGE = 5.8  # standard deviations between the least and the most of 320 normal draws
+STEP = 12  # tokens of which a micro-batch is a multiple here; how it is cut into samples has no bytes
+LAYERS = (2, 4)  # of the simulated models
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+class Told(Report):
+    """The most allocated and reserved bytes of each phase."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory, self._phase = memory, "load"
+        self.peaks: dict[str, tuple[float, float]] = {}
+
+    def enter(self, phase: str) -> str:
+        left, self._phase = self._phase, phase
+        allocator = self._memory.allocator
+        found = (allocator.peak_allocated_bytes / GIB, allocator.reserved_bytes / GIB)
+        before = self.peaks.get(left, (0.0, 0.0))
+        self.peaks[left] = round(max(before[0], found[0]), 2), round(max(before[1], found[1]), 2)
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
+        return left
+
+    def step_begins(self, step: int) -> None:
+        self.enter("begin")
+
+    def gradient_is_whole(self, model: object, optimizer: object) -> None:
+        self.enter("optimizer")
+
+    def optimizer_ends(self) -> None:
+        self.enter("end")
+
+
+def values_of(row: Mapping[str, Any], prompts: int) -> dict[str, object]:
+    """The keys of verl of a row's script with so many `prompts` a card."""
+    cards, sharers = row["cards"], row["sharers"]
+    samples = prompts * sharers  # of a micro-batch: ppo_micro_batch_size over the data-parallel ranks of 0.4
+    return {
+        "algorithm.adv_estimator": "grpo", "data.train_batch_size": prompts * cards,
+        "data.max_prompt_length": STEP // 2, "data.max_response_length": STEP // 2,
+        "actor_rollout_ref.model.path": row["model"], "actor_rollout_ref.model.lora_rank": 32,
+        "actor_rollout_ref.model.lora_alpha": 32, f"{A}.ppo_mini_batch_size": prompts * cards,
+        f"{A}.ppo_micro_batch_size_per_gpu": samples, f"{A}.use_kl_loss": True, f"{A}.entropy_coeff": 0.001,
+        f"{A}.fsdp_config.param_offload": True, f"{A}.fsdp_config.optimizer_offload": True,
+        f"{A}.fsdp_config.use_no_sync_for_gradient_accumulation": False,
+        f"{A}.ulysses_sequence_parallel_size": sharers, f"{R}.log_prob_micro_batch_size_per_gpu": samples,
+        f"{R}.tensor_model_parallel_size": cards, f"{R}.gpu_memory_utilization": row["utilization"], f"{R}.n": 5,
+        f"{R}.max_num_seqs": 512, f"{R}.max_model_len": 1536, f"{R}.max_num_batched_tokens": 1536,
+        f"{R}.load_format": "safetensors", f"{R}.layered_summon": True, f"{R}.enforce_eager": True,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": samples, "trainer.n_gpus_per_node": cards,
+    }  # fmt: skip
+
+
+def token_counts(row: Mapping[str, Any], samples: int, micro_batches: int) -> list[int]:
+    """Tokens of each micro-batch of so many samples."""
+    drawn = random.Random(0)
+    mean, deviation = row["prompt_mean"] + row["response_mean"], (row["response_max"] - row["response_min"]) / RANGE
+    return [round(drawn.gauss(mean * samples, deviation * samples**0.5)) for _ in range(micro_batches)]
+
+
+def divided_in_place(
+    self: verl_engine.Engine, inputs: dict[str, torch.Tensor], labels: torch.Tensor, temperature: torch.Tensor, *,
+    entropy: bool, training: bool,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """_forward_micro_batch of 0.4."""
+    logits = self.module(**inputs, use_cache=False).logits.squeeze(0)
+    logits.div_(1.0)
+    told = {"log_probs": verl_engine.row_log_probs(logits, labels, inplace=training and not entropy)}
+    if entropy:
+        told["entropy"] = self._entropy(logits)
+    return told
+
+
+@contextmanager
+def as_of_0_4(sizes: list[int]) -> Iterator[None]:
+    """Context in which the worker is that of 0.4, and its micro-batches have so many rows of STEP tokens."""
+
+    def in_the_process(law: Any, model: torch.nn.Module) -> Any:
+        return trainer.FakeEngine(trainer.active_gpu(), trainer.inner(model), law)
+
+    def split(self: Settings, samples: int, **_: object) -> list[int]:
+        return sizes
+
+    def each(sizes: list[int]) -> list[tuple[int, int, bool]]:
+        return [(size, 1, number == len(sizes)) for number, size in enumerate(sizes, 1)]
+
+    with (
+        mock.patch.object(verl_engine.Engine, "_own_log_probs", divided_in_place),
+        mock.patch.object(trainer, "_started", in_the_process), mock.patch.object(trainer, "marked_last", each),
+        mock.patch.object(Settings, "split", split),
+    ):  # fmt: skip
+        yield
+
+
+def measured(row: Mapping[str, Any], counts: list[int], *, layers: int | None, capped: bool) -> dict[str, Any]:
+    """The phases of a step whose micro-batches have so many tokens: GiB allocated and reserved, and whether it fits."""
+    prompts = -(-sum(counts) // (len(counts) * STEP * row["sharers"]))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        values = values_of(row, prompts)
+        values |= {
+            BYPASS: True,
+            f"{A}.use_kl_loss": False,
+        }  # nothing of a generation is scored again: the update counts
+        if layers is not None:
+            values["actor_rollout_ref.model.path"] = shallow(row["model"], Path(name), layers)
+        made = dict(verl_recipe.recipe(values).values)
+        for key in ("launch", "env"):
+            made.pop(key)
+        worst_case = WorstCase(path=worst_case_path(Path(name)))
+        device, ranks = f"sim:{CARD}", row["cards"]
+        trainer.TRAINER.inspect(made, Inspection(device=device, worst_case=worst_case, ranks=ranks))
+        task = Task(device=device, output=Path(name), worst_case=worst_case, steps=1)
+        with (
+            as_of_0_4([count // STEP for count in counts]),
+            simulated_rank(Launch(ranks=ranks, sharding="fsdp1"), 0, device=device),
+            fake_gpu(CARD, enforce_capacity=capped) as gpu,
+        ):  # fmt: skip
+            told, fits = Told(gpu.memory), True
+            try:
+                trainer.TRAINER.build(made, task).train(told)
+            except torch.OutOfMemoryError as error:
+                fits = False
+                print(error, flush=True)
+            told.enter("end")
+    return {"fits": fits, "phases_gib": told.peaks, "computed_in_s": round(time.monotonic() - began)}
+
+
+def shallow(model: str, folder: Path, layers: int) -> str:
+    """The folder of a config of the model with so many layers."""
+    known = architecture(model)
+    assert known is not None, model
+    (folder / "config.json").write_text(json.dumps({**known.config, "num_hidden_layers": layers}))
+    return str(folder)
+
+
+def tokens(row: Mapping[str, Any], prompts: int) -> int:
+    """Of the largest of a step's micro-batches, with so many prompts a card."""
+    return max(token_counts(row, prompts * row["sharers"], 5))
+
+
+def update_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Live bytes of the update with the batch that died, what 1,000 tokens more add, and what the card has for them."""
+    known = architecture(row["model"])
+    assert known is not None
+    depth, (few, many) = int(str(known.config["num_hidden_layers"])), LAYERS
+    spec = gpu_spec(CARD)
+    limit = (spec.capacity_bytes - spec.context_bytes - nccl_bytes(spec, row["cards"])) / GIB
+    died = tokens(row, row["died"])
+    whole = []
+    for size in (died // 2, died):
+        low, high = (
+            measured(row, [size, size], layers=layers, capped=False)["phases_gib"]["update"][0] for layers in LAYERS
+        )
+        whole.append(low + (high - low) / (many - few) * (depth - few))
+    return {
+        "live_gib_of_what_died": round(whole[1], 2),
+        "gib_of_1000_tokens": round(1000 * (whole[1] - whole[0]) / (died - died // 2), 4), "limit_gib": round(limit, 2),
+    }  # fmt: skip
+
+
+def largest(row: Mapping[str, Any], found: Mapping[str, float], *, cached_gib: float = 0.0) -> int:
+    """The most prompts a card whose live bytes fit beside so much that torch has cached."""
+    died, each = tokens(row, row["died"]), found["gib_of_1000_tokens"] / 1000
+    left = found["limit_gib"] - cached_gib - found["live_gib_of_what_died"]
+    return max((prompts for prompts in range(1, 1000) if each * (tokens(row, prompts) - died) <= left), default=0)
+
+
+def replayed(found: Mapping[str, Any]) -> str:
+    """`58 fits, 68 dies`."""
+    runs: Mapping[str, Any] = found.get("replayed", {})
+    return ", ".join(f"{prompts} {'fits' if runs[prompts]['fits'] else 'dies'}" for prompts in sorted(runs, key=int))
+
+
+def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
+    """The rows as Markdown."""
+    names = ("model", "H100", "ran", "died", "replayed", "by live bytes", "off", "beside what logs have cached", "off",
+             "live bytes of what died, GiB", "of, GiB", "cached in the log, GiB")  # fmt: skip
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    for row in rows:
+        if (found := kept.get(row["name"])) is None:
+            continue
+        shown = []
+        for cached in (0.0, row["cached_gib"]):
+            most = largest(row, found, cached_gib=cached)
+            shown += [most, f"{most / row['ran'] - 1:+.0%}"]
+        cells = (row["name"], row["cards"], row["ran"], row["died"], replayed(found), *shown,
+                 found["live_gib_of_what_died"], found["limit_gib"], row["cached_gib"])  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def replay(row: Mapping[str, Any], prompts: int) -> dict[str, Any]:
+    """Whether a row's update fits, at its own depth, with micro-batches as the draws make them."""
+    return measured(row, token_counts(row, prompts * row["sharers"], 5), layers=None, capped=True)
+
+
+def main() -> None:
+    rows = yaml.safe_load((HERE / "rows.yaml").read_text("utf-8"))["rows"]
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if replays := sys.argv[1:2] == ["--replay"]:
+        row, prompts = rows[int(sys.argv[2]) - 1], int(sys.argv[3])
+        kept.setdefault(row["name"], {}).setdefault("replayed", {})[str(prompts)] = replay(row, prompts)
+    for number in [] if replays else [int(word) for word in sys.argv[1:]] or range(1, len(rows) + 1):
+        row = rows[number - 1]
+        kept[row["name"]] = {**kept.get(row["name"], {}), **update_of(row)}
+        print(row["name"], kept[row["name"]], flush=True)
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    (HERE / "table.md").write_text(table(rows, kept))
+
+
+if __name__ == "__main__":
+    main()
