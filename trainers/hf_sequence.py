@@ -44,7 +44,7 @@ class Shares(Trainer):  # type: ignore[misc]
 class SharedTrainer(Shares):
     """The loss of a causal model of a group's tokens, each rank's from the logits of its part.
 
-    ms-swift makes a loss for each token and gathers them (trainers/utils.py, per_token_loss_func_sp); Axolotl takes the
+    ms-swift makes a loss for each token and gathers them (per_token_loss_func_sp); Axolotl takes the
     model's own loss of a part.
     """
 

@@ -137,8 +137,14 @@ class Tracer(TorchDispatchMode):
     def _run(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self._key = None
         handler = self.handlers.get(func)
-        if handler is not None:
-            return self._handled(handler, func, args, kwargs)
+        if handler is not None:  # no frame more: replacements count the references of their arguments
+            if self.shortcut is None:
+                return handler(args, kwargs)
+            self.shortcut.key = None
+            replaced = handler(args, kwargs)
+            key = self.shortcut.key
+            self._key = key if key is not None and key[0] is func else None
+            return replaced
         if func in DATA_DEPENDENT and _has_fake(args) and (func is not aten.index.Tensor or _has_mask(args[1])):
             return self._data_dependent(func, args, kwargs)
         if func in _COMPARISONS and _has_fake(args):
@@ -152,18 +158,6 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         out = self.shortcut.run(func, args, kwargs)
         self._key = self.shortcut.key
-        return out
-
-    def _handled(
-        self, handler: Handler, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> object:
-        """What a replacement returns; the operation has a key where the replacement ran it by the shortcut."""
-        if self.shortcut is None:
-            return handler(args, kwargs)
-        self.shortcut.key = None
-        out = handler(args, kwargs)
-        key = self.shortcut.key
-        self._key = key if key is not None and key[0] is func else None
         return out
 
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -76,6 +76,7 @@ class Recording:
     values: Mapping[str, object]
     device: str
     worst_case: WorstCase
+    tile_tokens: int | None  # tokens of a micro-batch that the loss processes at once
     operations: Known = field(default_factory=dict)  # outputs of operations, which the traces share
     costs: KnownCosts = field(default_factory=dict)  # of operations
 
@@ -84,7 +85,17 @@ class Recording:
         with self._card(stack) as gpu:
             marks = self._train(gpu, point)
             kept = self.layers if stack is None else len(stack.kept)
-            return Trace.of(gpu, kept, marks.log.kinds(marks.repeats))
+            kernels = marks.log.kinds(marks.repeats)
+            for rest in self._rests(point):
+                kernels = kernels.in_whole_tiles(self.tile_tokens or 0, rest)
+            return Trace.of(gpu, kept, kernels)
+
+    def _rests(self, point: Point) -> set[int]:
+        """Numbers of tokens that the loss may have in its last tile: without the first of each sample, or with it."""
+        if self.tile_tokens is None:
+            return set()
+        tokens = point.completion or int(self.worst_case.facts["longest_tokens"])
+        return {point.micro_batch * each % self.tile_tokens for each in (tokens, tokens - 1)} - {0}
 
     def peaks(self, point: Point, stack: Stack | None) -> dict[str, int]:
         """Peak live bytes of each phase at `point` with all layers.
@@ -249,6 +260,7 @@ class Structure:
         return Recording(
             trainer=load(self.trainer), layers=self._config.num_hidden_layers, keys=self.keys, values=self.values,
             device=self.device, worst_case=WorstCase(path=Path(self.worst_case), padded=self.padded),
+            tile_tokens=self.tile_tokens,
         )  # fmt: skip
 
     @cached_property

@@ -109,7 +109,7 @@ def _batch(words: list[str], counts: list[str], checkout: Path) -> int:
         ranks = 2  # the one example's fsdp2.json: num_processes
     micro = int(given.get("per_device_train_batch_size", 1))
     usual = 1 if given.get("rlhf_type") == "grpo" else max(1, math.ceil(16 / micro / ranks))  # arguments.py, line 283
-    shared = int(given.get("sequence_parallel_size", 1))  # ranks of a group have the same samples (trainers/mixin.py)
+    shared = int(given.get("sequence_parallel_size", 1))  # ranks of a group have the same samples (SwiftMixin)
     return micro * int(given.get("gradient_accumulation_steps", usual)) * ranks // shared
 
 

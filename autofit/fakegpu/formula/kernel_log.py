@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class HostCounts(NamedTuple):
 class KernelKinds:
     """Kernels of the recorded steps by kind, and the launches of each segment."""
 
-    counts: dict[Kind, int] = field(default_factory=dict)
+    counts: dict[Kind, float] = field(default_factory=dict)
     infos: dict[Kind, Info] = field(default_factory=dict)
     host_counts: dict[str, HostCounts] = field(default_factory=dict)
     repeats: Mapping[str, int] = field(default_factory=dict)  # number of recorded passes of each segment
@@ -82,6 +82,21 @@ class KernelKinds:
 
     def count_per_segment(self, kind: Kind) -> float:
         return self.counts.get(kind, 0) / max(1, self.repeats.get(phase_of(self.segment(kind)), 1))
+
+    def in_whole_tiles(self, tile: int, rest: int) -> KernelKinds:
+        """These kinds, in which a kernel over the last `rest` rows of a loop is a part of one over `tile` rows.
+
+        The number of tiles jumps as the rows grow, and so would every seconds' slope; whole tiles and the part of the
+        last one are in proportion to the rows.
+        """
+        counts = dict(self.counts)
+        for kind, number in self.counts.items():
+            shapes = tuple(tuple(tile if size == rest else size for size in shape) for shape in kind.shapes)
+            whole = Kind(kind.origin, shapes)
+            if whole != kind and whole in counts:
+                del counts[kind]
+                counts[whole] += number * rest / tile
+        return replace(self, counts=counts)
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
         *launches, views = self.host_counts.get(segment, HostCounts())
@@ -144,7 +159,7 @@ class KernelLog:
     def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
         """The collected kernels; `repeats` is the number of passes of each phase."""
         steps = [s for s in self._steps if s]
-        counts, hosts = dict(self._counts), {k: HostCounts(*v) for k, v in self._hosts.items()}
+        counts, hosts = dict[Kind, float](self._counts), {k: HostCounts(*v) for k, v in self._hosts.items()}
         if len(steps) >= 2:
             counts |= steps[-1]
             hosts["decode"] = HostCounts(*self._step_hosts[self._steps.index(steps[-1])])
