@@ -285,7 +285,6 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
     """Rows of one card of Qwen's README, without its GPTQ models."""
     page = text_of(folder, "README.md", QWEN)
     table = page[page.rindex("### Profiling of Memory and Speed") :].split("</table>")[0]
-    shared = json.loads(text_of(folder, "finetune/ds_config_zero3.json", QWEN))
     size = ""
     for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
         found = re.search(r"<th[^>]*>\s*([\d.]+B)\s*</th>", row)
@@ -301,7 +300,7 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
                 continue
             recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
             if data[0] == "Full-parameter":
-                recipe["deepspeed"] = shared
+                recipe["launch"] = {"ranks": 1, "sharding": "zero3"}
             else:
                 recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
             if data[0] == "LoRA (emb)":
