@@ -11,6 +11,7 @@ import pytest
 from experiments.frontends.peaks import table
 from experiments.frontends.peaks.mixed import draw
 from experiments.frontends.peaks.rows import KINDS, Row, read_rows
+from experiments.frontends.peaks.then import NAME
 
 GIB = 2**30
 ROW = Row(
@@ -74,3 +75,10 @@ def test_seconds_are_compared_by_rank() -> None:
     for row in rows:
         answers[row.name]["most"]["step_s"] = (row.measured_step_s or 0) ** 2
     assert "| 1.00 of 5 |" in table.table(rows, answers)
+
+
+def test_rows_of_2023_that_pefts_code_of_then_decides_are_of_that_code() -> None:
+    rows = {row.name: row for row in read_rows()}
+    assert rows["axolotl/llama-2/lora"].trainer == rows["qwen/LoRA (emb) 7B, 512 tokens"].trainer == NAME
+    assert rows["axolotl/llama-2/lora"].changes["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
+    assert not rows["qwen/LoRA 7B, 512 tokens"].trainer

@@ -237,6 +237,8 @@ def test_a_reranker_has_as_many_documents_as_ms_swift_takes_at_most(tmp_path: Pa
     assert [found.values[key] for key in ("objective", "negatives", "word_scores")] == ["rerank", 7, True]
     few = of_script(tmp_path, script.replace("NPROC_PER_NODE", "MAX_NEGATIVE_SAMPLES=1 \\\nNPROC_PER_NODE")).values
     assert few["negatives"] == 1
+    named_before = of_script(tmp_path, script.replace("pointwise_reranker", "generative_reranker"))  # ms-swift 3
+    assert named_before.values == found.values
 
 
 def test_ranks_that_share_samples_are_read_and_count_once_in_the_batch(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ from autofit.frontends.draft import Draft, number
 TASKS = ("seq_cls", "embedding", "reranker", "generative_reranker")
 _EMBEDDED_BY = ("infonce", "cosine_similarity", "contrastive", "online_contrastive")
 _RANKED_BY = ("pointwise_reranker", "listwise_reranker")
+_RANKED_BY_3 = {  # names of ms-swift 3 (swift/plugin/loss.py)
+    "reranker": "pointwise_reranker", "generative_reranker": "pointwise_reranker",
+    "listwise_generative_reranker": "listwise_reranker",
+}  # fmt: skip
 LOSSES = ("cross_entropy", *_EMBEDDED_BY, *_RANKED_BY)
 _OF_TEACHER = ("teacher_model", "teacher_model_server", "teacher_deepspeed", "gkd_logits_topk", "sft_alpha", "lmbda",
                "temperature")  # fmt: skip
@@ -137,6 +141,8 @@ def task(draft: Draft, kind: str, environment: Mapping[str, str]) -> None:
     """An embedding model or a reranker. Raises ConfigError."""
     losses = _EMBEDDED_BY if kind == "embedding" else _RANKED_BY
     loss = draft.raw("loss_type")
+    if kind != "embedding":
+        loss = _RANKED_BY_3.get(str(loss), loss)
     if loss not in losses:
         got = "it has none" if loss is None else f"got {quoted(loss)}"
         raise ConfigError(f"loss_type with task_type {kind} must be one of {', '.join(losses)}; {got}")

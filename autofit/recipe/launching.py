@@ -97,9 +97,11 @@ class _Reading:
 
 def launched(
     values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of_trl: bool = True,
+    of_transformers: bool = False,
     environment: Mapping[str, str] = os.environ, own: Mapping[str, object] | None = None,
 ) -> Launched:  # fmt: skip
-    """The launch of a recipe's `values`; without `of_trl` no key but `launch` is read, as others mean other things.
+    """The launch of a recipe's `values`; without `of_trl` no key but `launch` is read, as others mean other things,
+    and with `of_transformers` fsdp and deepspeed besides.
 
     `own` has keys of an accelerate config that the recipe itself means, in place of which one may be named.
 
@@ -109,7 +111,8 @@ def launched(
         return Launched(launch=Launch(), values=values)
     found = _Reading(config=dict(own or {}))
     rest = dict(values)
-    kept = {} if of_trl else {key: rest.pop(key) for key in values if key != LAUNCH}
+    read = (LAUNCH, *_TRAINERS) if of_transformers else (LAUNCH,)
+    kept = {} if of_trl else {key: rest.pop(key) for key in values if key not in read}
     _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)
     flags = {key: rest.pop(key) for key in list(rest) if is_launch_key(key)}
     _apply_flags(found, flags)
@@ -118,7 +121,7 @@ def launched(
     given = rest.pop(LAUNCH, None)
     _read_json(found)
     _check_beside_json(found, flags)
-    said = values if of_trl else {}
+    said = values if of_trl or of_transformers else {}
     check_values(found.config, partial(place, values=said, config=found.file, config_name=found.what))
     launch = _made(found, given)
     if launch.sharding == "zero3" and launch.offload == "parameters" and _optimizer_stays(found.config):

@@ -44,6 +44,7 @@ FUSED = "2025-08-06"  # torch 2.8
 UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
 BROADCAST = ("DDP's first broadcast: torch before 2.8 keeps copies of weights until NCCL's stream has caught up with "
              "the host, so that between nothing and the whole model is held once more")  # fmt: skip
+SAME_SHAPE = {f"Qwen/Qwen3-{kind}-4B": "Qwen/Qwen3-4B" for kind in ("Embedding", "Reranker")}  # made from it
 # Shapes that the catalogue lacks; QWEN_1 is Qwen's first generation, of which Qwen1.5 has the same tensors
 QWEN_1 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rms_norm_eps": 1e-6,
           "max_position_embeddings": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
@@ -65,6 +66,7 @@ def yi(hidden: int, layers: int, heads: int, inner: int, keys: int) -> dict[str,
             "num_attention_heads": heads, "num_key_value_heads": keys, "intermediate_size": inner}  # fmt: skip
 
 
+THEN = "experiments.frontends.peaks.then:TRAINER"
 SHAPES = {
     "1.8B": qwen_1(2048, 24, 16, 5504), "7B": qwen_1(4096, 32, 32, 11008), "14B": qwen_1(5120, 40, 40, 13696),
     "yi-6b-chat": yi(4096, 32, 32, 11008, 4), "yi-34b-chat": yi(7168, 60, 56, 20480, 8),
@@ -150,6 +152,9 @@ def scripts(folder: Path) -> Iterator[dict[str, object]]:
             changes: dict[str, object] = {}
             if date < FUSED and "--optim" not in text and "--optimizer" not in text:
                 changes["optim"] = "adamw_torch"
+            model = re.search(r"^\s*--model\s+(\S+)", text, re.MULTILINE)
+            if model and model[1] in SAME_SHAPE:
+                changes["model_name_or_path"] = SAME_SHAPE[model[1]]
             ranks = int(found["cards"] or found["after"] or 1)
             shared = any(word in text for word in ("deepspeed", "fsdp", "device_map"))
             undecided = BROADCAST if ranks > 1 and not shared and date < FUSED else ""
@@ -271,7 +276,8 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
 # -- Qwen's own finetune.py -------------------------------------------------------------------------------------------
 
 # Its LoRA is on c_attn, c_proj (of attention and of the MLP), w1 and w2: all linear layers. Its README asks for
-# peft 0.5 with torch 2.0, which made adapters in float32. All weights are trained by finetune_ds.sh, with ZeRO-3.
+# peft 0.5 with torch 2.0: adapters in float32, trained copies of embeddings and head (emb) in the model's dtype. All
+# weights are trained by finetune_ds.sh, with ZeRO-3.
 OLD_QWEN = "torch 2.0 and the model's own code of the day; Qwen1 is said as Qwen2's code"
 
 
@@ -279,7 +285,6 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
     """Rows of one card of Qwen's README, without its GPTQ models."""
     page = text_of(folder, "README.md", QWEN)
     table = page[page.rindex("### Profiling of Memory and Speed") :].split("</table>")[0]
-    shared = json.loads(text_of(folder, "finetune/ds_config_zero3.json", QWEN))
     size = ""
     for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
         found = re.search(r"<th[^>]*>\s*([\d.]+B)\s*</th>", row)
@@ -295,18 +300,18 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
                 continue
             recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
             if data[0] == "Full-parameter":
-                recipe["deepspeed"] = shared
+                recipe["launch"] = {"ranks": 1, "sharding": "zero3"}
             else:
                 recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
             if data[0] == "LoRA (emb)":
-                recipe["lora_modules_to_save"] = ["embed_tokens", "lm_head"]
+                recipe |= {"lora_modules_to_save": ["embed_tokens", "lm_head"], "half_kept": True}
             yield {
                 "name": f"qwen/{data[0]} {size}, {length} tokens", "tool": "finetune.py of Qwen", "version": QWEN,
                 "source": "README.md, Profiling of Memory and Speed", "date": "2023-11", "card_said": True,
                 "measured_gib": float(figures[1]), "half_digit_gib": half_digit(figures[1]), "kind": "not said",
                 "recipe": recipe, "shape": SHAPES[size], "longest_tokens": (length, length),
                 "lengths": "inputs of this length, micro-batch 1, accumulation 8", "older": OLD_QWEN,
-                "measured_step_s": float(figures[2]),
+                "measured_step_s": float(figures[2]), **({"trainer": THEN} if "half_kept" in recipe else {}),
             }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def estimate(row: Row, tokens: int | None, checkout: Path, folder: Path) -> Esti
     card = row.card if row.ranks == 1 else f"{row.ranks}x{row.card}"
     if tokens is not None:
         changes["max_length"] = tokens
-    trainer, prompt = None, None
+    trainer, prompt = row.trainer or None, None
     recipe: str | dict[str, object]
     if row.file is not None:
         recipe = str(folder / "then" / row.path if row.commit else checkout / row.file)
@@ -39,7 +39,7 @@ def estimate(row: Row, tokens: int | None, checkout: Path, folder: Path) -> Esti
         assert foreign is not None
         changes = {key: value for key, value in changes.items() if foreign.values.get(key) != value}
     else:
-        recipe, changes, trainer, prompt = {**row.recipe, **changes}, {}, "hf", tokens
+        recipe, changes, trainer, prompt = {**row.recipe, **changes}, {}, row.trainer or "hf", tokens
     if row.samples:
         trainer = MIXED
         changes["sample_tokens"] = ",".join(map(str, draw(row.samples, count=DRAWN, most=tokens)))

@@ -39,6 +39,7 @@ class Row:
     recipe: Mapping[str, object] = field(default_factory=dict)
     changes: Mapping[str, object] = field(default_factory=dict)  # what the text beside the figure says otherwise
     shape: Mapping[str, object] = field(default_factory=dict)  # config.json of a model that the catalogue lacks
+    trainer: str = ""  # in place of hf, where the code of then is known (then.py); `changes` has its keys
     ranks: int = 1
     longest_tokens: tuple[int, int] | None = None
     lengths: str = ""  # how they are known

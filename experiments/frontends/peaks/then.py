@@ -1,0 +1,49 @@
+"""The trainer `hf` with what PEFT of 2023 did otherwise, for rows measured with it.
+
+Read in PEFT 0.4 and 0.5 (`prepare_model_for_kbit_training`, `ModulesToSaveWrapper`) and in Axolotl at dc71d8872, which
+casts nothing back after `prepare_model_for_kbit_training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autofit.trainers.hf import HfTrainer
+from autofit.trainers.own_keys import OwnKeys
+from autofit.trainers.trl_config import TrlConfig
+
+NAME = "experiments.frontends.peaks.then:TRAINER"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keys of a recipe besides those of `hf`."""
+
+    single_rest: bool = False  # what is not quantised (norms, embeddings, head) is held in float32
+    half_kept: bool = False  # trained copies of whole modules have the model's dtype, as adapters had not
+
+
+class Then(OwnKeys, HfTrainer):  # type: ignore[misc]
+    settings = Settings
+
+    def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
+        trainer = super().probed(config, worst_case)
+        own, model = self.own(config), trainer.model
+        for name, parameter in model.named_parameters():
+            if own.half_kept and ".modules_to_save." in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+            elif own.single_rest and not _quantised(parameter):
+                parameter.data = parameter.data.to(torch.float32)
+        return trainer
+
+
+def _quantised(parameter: torch.nn.Parameter) -> bool:
+    """Whether bitsandbytes packs it; its 4 bits may be stored as bfloat16."""
+    return getattr(parameter, "quant_state", None) is not None or not parameter.is_floating_point()
+
+
+TRAINER = Then()
