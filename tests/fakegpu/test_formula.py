@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,42 @@ def test_a_configuration_is_evaluated_as_it_would_be_traced(structure: Structure
     x = {name: np.array([float(v)]) for name, v in {"B": 5, "G": 10, "C": 33, "r": 9}.items()}
     told = model.peaks(x, 5)
     assert {phase: round(float(told[phase][0])) for phase in traced} == traced
+
+
+def _tiles(structure: Structure, point: Point) -> dict[object, float]:
+    """Kernels of the loss over whole tiles, in the second step."""
+    counts = structure.recording.trace(point).kernels.counts
+    return {kind: n for kind, n in counts.items() if any(TILE_TOKENS in shape for shape in kind.shapes)}
+
+
+def test_the_tiles_of_a_loss_are_in_proportion_to_its_tokens(structure: Structure) -> None:
+    """Where their number jumped, a micro-batch of 8 was forecast to take no time, by one of 62 and one of 66."""
+    large = replace(structure, large=True)
+    base = large._base()
+    few = _tiles(large, base)
+    assert few
+    for point in (replace(base, micro_batch=base.micro_batch + 4), replace(base, completion=base.completion + 181)):
+        more = point.micro_batch * point.completion / base.micro_batch / base.completion
+        assert _tiles(large, point) == pytest.approx({kind: n * more for kind, n in few.items()})
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_so_are_those_of_samples(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_offline_recipe(trainer, tmp_path, write_model(tmp_path / "model", layers=5), max_length=1100)
+    worst_case = tmp_path / "worst_case.json"
+    answer = inspect(trainer, yaml.safe_load(path.read_text()), "sim:l4", worst_case, prompt_tokens=1000)
+    structure = Structure(
+        trainer=trainer, keys=SAMPLES, tile_tokens=TILE_TOKENS, values=dict(answer["values"]),  # type: ignore[call-overload]
+        device="sim:l4", worst_case=str(worst_case), large=True, reused=False, varies_rank=False,
+        ranges={"B": (1, 16)}, hold_out={"B": 5, "accumulation": 3, "chunk": 1},
+    )  # fmt: skip
+    base = structure._base()
+    few = _tiles(structure, base)
+    assert few
+    more = _tiles(structure, replace(base, micro_batch=base.micro_batch + 2))
+    share = 1 + 2 / base.micro_batch
+    assert more == pytest.approx({kind: n * share for kind, n in few.items()})
 
 
 def test_seconds_grow_with_what_is_computed(model: MassModel) -> None:

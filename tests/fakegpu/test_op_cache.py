@@ -150,3 +150,19 @@ def test_the_function_that_chooses_bitsandbytes_kernels_is_read_once() -> None:
             pass
     assert low_bit._read.cache_info().misses == before.misses
     assert low_bit._read.cache_info().hits == before.hits + (2 if "bitsandbytes" in sys.modules else 0)
+
+
+def test_an_operation_with_a_replacement_is_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    costed: list[str] = []
+    cost = Clock._cost
+
+    def counted(clock: Clock, func: OpOverload, *rest: Any) -> Any:
+        costed.append(func.name())
+        return cost(clock, func, *rest)
+
+    monkeypatch.setattr(Clock, "_cost", counted)
+    with fake_gpu("l4"):
+        a, b = torch.empty(8, 8, device="cuda"), torch.empty(8, 8, device="cuda")
+        for _ in range(3):
+            a + b
+    assert costed.count("aten::add.Tensor") == 1
