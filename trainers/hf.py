@@ -43,12 +43,8 @@ from .rows import Collator, padded, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
-_OTHER_OBJECTIVES = (
-    "gkd",
-    "embed",
-    "rerank",
-    "diffusion",
-)  # with a model beside, or without logits: each candidate is traced
+# with a model beside, or without logits of all tokens: each candidate is traced
+_OTHER_OBJECTIVES = ("gkd", "embed", "rerank", "diffusion")
 
 
 class HfTrainer(SamplesTrainer):

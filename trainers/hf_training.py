@@ -148,8 +148,6 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     if lora is not None and training.peft_adapter is not None:
         lora = other_adapter(lora, training.peft_adapter, total_steps=training.max_steps)
     if training.qat is not None:
-        from .hf_training import prepare
-
         prepare(model, training.qat)
     if training.pruning_masks:  # llmcompressor/modifiers/pruning/utils/pytorch/layer_mask.py
         for name, module in model.named_modules():

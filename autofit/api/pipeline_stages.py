@@ -187,9 +187,8 @@ class _Check:
             request.check()
             planned = make_plan(request, server, silent)
         except ConfigError as error:
-            said = str(error).replace(
-                "--prompt-tokens N", "prompt_tokens: N in the stage"
-            )  # this command has no such option
+            # this command has no such option
+            said = str(error).replace("--prompt-tokens N", "prompt_tokens: N in the stage")
             self._wrong.setdefault(said, []).append(stage.name)
             return None
         drop(planned.scratch)

@@ -32,7 +32,7 @@ from autofit.fakegpu.depth.stack import (
     text_config,
 )
 from autofit.fakegpu.formula.formula import MassModel, Trace, Variation
-from autofit.fakegpu.formula.kernel_log import KernelLog
+from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
@@ -85,17 +85,16 @@ class Recording:
         with self._card(stack) as gpu:
             marks = self._train(gpu, point)
             kept = self.layers if stack is None else len(stack.kept)
-            kernels = marks.log.kinds(marks.repeats)
-            for rest in self._rests(point):
-                kernels = kernels.in_whole_tiles(self.tile_tokens or 0, rest)
-            return Trace.of(gpu, kept, kernels)
+            return Trace.of(gpu, kept, self._in_whole_tiles(marks.log.kinds(marks.repeats), point))
 
-    def _rests(self, point: Point) -> set[int]:
-        """Numbers of tokens that the loss may have in its last tile: without the first of each sample, or with it."""
+    def _in_whole_tiles(self, kernels: KernelKinds, point: Point) -> KernelKinds:
+        """The kernels with the last tile of the loss, with or without first tokens, as a part of a whole one."""
         if self.tile_tokens is None:
-            return set()
+            return kernels
         tokens = point.completion or int(self.worst_case.facts["longest_tokens"])
-        return {point.micro_batch * each % self.tile_tokens for each in (tokens, tokens - 1)} - {0}
+        for rest in {point.micro_batch * each % self.tile_tokens for each in (tokens, tokens - 1)} - {0}:
+            kernels = kernels.in_whole_tiles(self.tile_tokens, rest)
+        return kernels
 
     def peaks(self, point: Point, stack: Stack | None) -> dict[str, int]:
         """Peak live bytes of each phase at `point` with all layers.

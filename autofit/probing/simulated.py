@@ -175,12 +175,13 @@ class SimMemory:
         """
         groups = self._left_out()
         run = with_rounds(run, groups)
-        dropped, shares, times = {mark for mark, _ in self._windows}, dict[int, dict[str, float]](), run.seconds()
-        for (_, start, end), _, last in groups:
-            if end > start + 1:
-                dropped -= {end, last}
-                seconds = self._seconds(times, start, end)
-                shares[end] = {name: each / max(sum(seconds.values()), 1e-12) for name, each in seconds.items()}
+        dropped, shares = {mark for mark, _ in self._windows}, dict[int, dict[str, float]]()
+        phased = [group for group in groups if group.bounds[2] > group.bounds[1] + 1]
+        times = run.seconds() if phased else []
+        for (_, start, end), _, last in phased:
+            dropped -= {end, last}
+            seconds = self._seconds(times, start, end)
+            shares[end] = {name: each / max(sum(seconds.values()), 1e-12) for name, each in seconds.items()}
         kept = [number for number in range(len(self._marks)) if number not in dropped]
         self._steps = [kept.index(number) for number in self._steps]
         self._marks = [self._marks[number] for number in kept]
