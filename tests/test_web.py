@@ -344,6 +344,8 @@ def test_a_command_is_a_recipe_too(tmp_path: Path) -> None:
                             "gradient_checkpointing": True}  # fmt: skip
     assert (found.trainer, found.ranks, found.sharing) == ("grpo", 2, "fsdp2")
     assert "run.yaml" in found.notes[0]
+    launched = read("accelerate launch --num_processes 4 trl dpo --model_name_or_path Qwen/Qwen3-8B", tmp_path)
+    assert (launched.trainer, launched.ranks, launched.values) == ("dpo", 4, {"model_name_or_path": MODEL})
     for wrong in ("trl grpo", "trl grpo --a 'b", "", "   "):
         with pytest.raises(ConfigError):
             read(wrong, tmp_path)
@@ -476,8 +478,10 @@ _WAIT_MS = 300_000  # on a loaded machine
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync"]  # fmt: skip
 
-UNNAMED = """[...document.querySelectorAll('input, select, textarea, button')].filter(
-  (e) => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).length"""
+OF_SEVERAL = RECIPE.replace("packing: false\n", "")  # of sft, dpo or reward
+UNNAMED = """[...document.querySelectorAll('input:not([type=hidden]), select, textarea, button')].filter(
+  (e) => (!e.labels?.length && !e.ariaLabel && !e.textContent.trim())
+    || (e.tagName === 'BUTTON' && e.ariaLabel && !e.ariaLabel.includes(e.textContent))).length"""
 
 
 @pytest.fixture(scope="module")
@@ -523,6 +527,16 @@ def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_beh
     assert "HF_HUB_OFFLINE=1" in environment
     for path in simulator.home.rglob("*"):  # what is kept until the end says nothing of the question
         assert not path.is_file() or b"max_length" not in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_recipe_of_several_trainers_is_asked_which_and_answered_for_that_one(simulator: Simulator) -> None:
+    *_, choice = (line for line in simulator.answer(small(text=OF_SEVERAL)) if line is not None)
+    assert choice["is"] == "choose"
+    assert choice["trainers"] == ["sft", "dpo", "reward"]
+    assert "max_length may belong to a recipe of sft or dpo or reward" in str(choice["text"])
+    told = [line for line in simulator.answer(small(text=OF_SEVERAL, trainer="sft")) if line is not None]
+    assert next(line for line in told if line["is"] == "verdict")["trainer"] == "sft"
 
 
 @pytest.mark.slow
@@ -602,9 +616,10 @@ def test_the_page_works_in_a_real_browser(simulator: Simulator, width: int, heig
         expect(page.get_by_role("link", name="Skip to the answer")).to_be_focused()
         page.get_by_text("More: length").click()
         page.get_by_label("config.json").fill(json.dumps(SMALL))
-        page.get_by_label("Recipe (YAML) or command").fill(RECIPE)
+        page.get_by_label("Recipe (YAML) or command").fill(OF_SEVERAL)
         page.get_by_label("Card", exact=True).select_option("rtx4090")
         page.get_by_label("Recipe (YAML) or command").press("Control+Enter")
+        page.get_by_role("button", name="sft").click()
         expect(page.get_by_role("heading", name="fits NVIDIA GeForce RTX 4090")).to_be_visible(timeout=_WAIT_MS)
         expect(page.get_by_role("img", name="The peak is update")).to_be_visible()
         first = page.get_by_role("button", name="Apply per_device_train_batch_size 2 -> 4").first

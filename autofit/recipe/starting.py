@@ -28,12 +28,21 @@ TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
 }
 
 
+class SeveralTrainersError(ConfigError):
+    """The keys of a recipe do not tell which of several trainers it is for."""
+
+    def __init__(self, keys: tuple[str, ...], trainers: tuple[TrainerName, ...]) -> None:
+        self.trainers = trainers
+        self.what = f"{', '.join(keys)} may belong to a recipe of {' or '.join(trainers)}"
+        super().__init__(f"{self.what}: choose one with --trainer")
+
+
 def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
     """`asked` (--trainer), or the TRL trainer that takes every key of the recipe; the usual one of several.
 
     A trainer with a key of its own is found by that.
 
-    Raises ConfigError if `asked` cannot take the recipe, or if several other trainers can.
+    Raises ConfigError if `asked` cannot take the recipe, SeveralTrainersError if several other trainers can.
     """
     if asked is not None and asked not in TRAINERS:
         return asked
@@ -53,9 +62,7 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
     if TRAINERS[0] in possible or not possible:
         return TRAINERS[0]
     if len(possible) > 1:
-        raise ConfigError(
-            f"{', '.join(telling)} may belong to a recipe of {' or '.join(possible)}: choose one with --trainer"
-        )
+        raise SeveralTrainersError(tuple(telling), tuple(possible))
     return possible[0]
 
 

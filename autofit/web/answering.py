@@ -38,6 +38,7 @@ from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.profile import profile, profiles
 from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.starting import SeveralTrainersError
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
 from autofit.web.allowed import Allowed, allowed
@@ -218,7 +219,11 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
         tell(explained_told(pasted.explained))
         return
     given = merge(source.values, question.changes)
-    trainer = trainer_for(given, _named(question.trainer or source.trainer or pasted.trainer))
+    try:
+        trainer = trainer_for(given, _named(question.trainer or source.trainer or pasted.trainer))
+    except SeveralTrainersError as error:
+        tell({"is": "choose", "text": f"{error.what}: which one is it?", "trainers": list(error.trainers)})
+        return
     made = _allowed(given, trainer, question, folder)
     for note in made.notes:
         tell({"is": "note", "text": note})
@@ -285,10 +290,11 @@ def _check(
     for note in result.notes:
         tell({"is": "note", "text": note})
     if advice_s:
-        found = estimating.within(
-            advice_s, lambda: estimating.advice(result, tell=lambda text: tell({"is": "trying", "text": text})),
-            interrupted=lambda: None,
-        )  # fmt: skip
+
+        def trying(text: str) -> None:
+            tell({"is": "trying", "text": text.replace("--set ", "")})
+
+        found = estimating.within(advice_s, lambda: estimating.advice(result, tell=trying), interrupted=lambda: None)
         tell(advice_told(found, check))
 
 

@@ -164,15 +164,15 @@ def _command(text: str, folder: Path) -> Pasted:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(name, its values) of each `--name value ...` and `--name=value`."""
+    """(name, its values) of each `--name value ...` and `--name=value`; a program among them ends the values."""
     name, values = "", list[str]()
     for word in [*words, "--"]:
-        if word.startswith("--"):
+        if word.startswith("--") or word.endswith(".py") or word in _STARTERS:
             if name:
                 yield name, values
-            name, equals, value = word[2:].partition("=")
+            name, equals, value = word.removeprefix("--").partition("=") if word.startswith("--") else ("", "", "")
             values = [value] if equals else []
-        elif name and not word.endswith(".py"):
+        elif name:
             values.append(word)
 
 

@@ -2,7 +2,7 @@
 "use strict";
 
 const field = (id) => document.getElementById(id);
-const FIELDS = ["text", "config", "card", "tokens", "count", "sharing"];
+const FIELDS = ["text", "config", "card", "tokens", "count", "sharing", "trainer"];
 const status = field("status"), said = field("said"), answer = field("answer"), cards = field("cards"), start = field("start");
 let changes = {}, asking = null, verdict = null, rows = [], generated = "";
 
@@ -69,11 +69,12 @@ function write() {
     return;
   }
   text.value = generated = recipe(model, field("method").value);
+  field("trainer").value = "";
   changes = {};
 }
 
 function example(chosen) {
-  for (const id of ["model", "count", "sharing", "config"]) field(id).value = "";
+  for (const id of ["model", "count", "sharing", "config", "trainer"]) field(id).value = "";
   field("text").value = generated = chosen.text;
   field("card").value = chosen.card;
   field("tokens").value = chosen.tokens;
@@ -138,6 +139,7 @@ async function ask(kind) {
   say("Asking ...", "busy");
   const question = {
     kind, text: field("text").value, config: field("config").value, card: field("card").value, sharing: field("sharing").value,
+    trainer: field("trainer").value,
     count: field("count").value ? Number(field("count").value) : null,
     tokens: field("tokens").value ? Number(field("tokens").value) : null, changes,
   };
@@ -178,8 +180,15 @@ function hear(line) {
   else if (line.is === "advice") { showAdvice(line); }
   else if (line.is === "card") { rows.push(line); showCards(); if (rows.length === 1 && !answer.hidden) cards.scrollIntoView(); say(`Comparing: ${rows.length} cards ...`, "busy"); }
   else if (line.is === "explained") showExplained(line);
+  else if (line.is === "choose") showChoice(line);
   else if (line.is === "error") say(line.text, "wrong");
   else if (line.is === "done" && status.className !== "wrong") say("", "", done());
+}
+
+function showChoice(line) {
+  say(sentence(line.text).replace("?.", "?"), "wrong");
+  status.append(...line.trainers.flatMap((name) => [" ", element("button", name, {type: "button",
+    onclick: () => { field("trainer").value = name; again(); }})]));
 }
 
 function done() {
@@ -205,7 +214,7 @@ function showVerdict() {
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
     element("p", sentence(of.why)),
-    ...of.warnings.map((text) => element("p", sentence(text), {class: "bad"})),
+    ...of.warnings.map((text) => element("p", sentence(text), {class: of.verdict === "fits" ? "soft" : "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
@@ -265,7 +274,7 @@ function showAdvice(advice) {
     const other = advice.card, words = other.smaller ? "A smaller card would do" : "As it is, it runs on";
     parts.push(element("ul", element("li", [
       element("p", `${words}: ${other.full_name}, ${gb(other.used_bytes)} of ${gb(other.capacity_bytes)}${other.step_s ? `, ${seconds(other.step_s)} a step` : ""}`),
-      element("button", "Use it", {type: "button", "aria-label": `Use ${other.name}`, onclick: () => { field("card").value = other.name; again(); }}),
+      element("button", "Use it", {type: "button", "aria-label": `Use it: ${other.name}`, onclick: () => { field("card").value = other.name; again(); }}),
     ]), {class: "changes"}));
   }
   if (!parts.length) parts.push(element("p", "Nothing that was tried is faster.", {class: "soft"}));
@@ -365,7 +374,7 @@ function showCards() {
   const body = [...rows].sort((a, b) => a.capacity_bytes - b.capacity_bytes).flatMap((row) => {
     const marks = [row === cheapest ? "cheapest" : "", row === fastest ? "fastest" : ""].filter(Boolean);
     const words = row.words ? `${row.words}${row.tier ? ` (${row.tier})` : ""}` : row.reason, kind = row === cheapest ? "winner" : null;
-    const use = row.card === field("card").value ? "" : element("button", "Use", {type: "button", "aria-label": `Check on ${row.card}`,
+    const use = row.card === field("card").value ? "" : element("button", "Use", {type: "button", "aria-label": `Use ${row.card}`,
       class: "use", onclick: () => { field("card").value = row.card; again(); }});
     const figures = element("tr", [
       element("th", [`${row.count > 1 ? `${row.count} x ` : ""}${row.card} `, use, ...marks.flatMap((mark) => [" ", element("span", mark, {class: "tag"})])], {scope: "row"}),
@@ -402,6 +411,7 @@ field("link").addEventListener("click", (event) => {
   history.replaceState(null, "", `#q=${packed()}`);
   copy(location.href, event.target);
 });
+field("text").addEventListener("input", () => { field("trainer").value = ""; });
 field("model").addEventListener("change", write);
 field("method").addEventListener("change", write);
 for (const button of document.querySelectorAll("[data-text]")) button.addEventListener("click", () => example(button.dataset));
