@@ -159,6 +159,18 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
+def test_an_image_text_model_that_packs_trains_on_text(tmp_path: Path) -> None:
+    model = _image_model(tmp_path / "model", "qwen2_5_vl", **QWEN)
+    values = {"model_name_or_path": str(model), "packing": True, "max_length": 64, "per_device_train_batch_size": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    found = estimate(tmp_path / "run.yaml", trainer="sft", gpu="a10g", prompt_tokens=64, advice=False)
+    assert found.fits
+    assert found.recipe.longest_sample_tokens == 64
+    assert not any("image" in note for note in found.recipe.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_rollout_that_serves_four_steps_is_a_quarter_of_each_and_has_the_optimizers_state_beside_it(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

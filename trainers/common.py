@@ -1,7 +1,7 @@
 """Common parts of the plug-ins: datasets and trainers as TRL's scripts make them, and random weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -20,11 +20,13 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import set_quantized_state
 from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from autofit.errors import ConfigError
+from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.files import Scratch
 from autofit.plugin.protocol import WorstCase
 
@@ -107,11 +109,11 @@ def train_rows(config: TrlConfig, trainer: str, kinds: Mapping[str, tuple[str, .
     return rows
 
 
-def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -> Dataset:
+def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, **more: Any) -> Dataset:
     """`rows` as the trainer `kind` trains on them: after TRL's own templates, tokens, truncation, filters and packing.
 
     Builds the trainer with a stand-in model of a few hundred parameters, so its checks of the recipe run too; their
-    errors become a ConfigError. Changes `config.training`.
+    errors become a ConfigError. Changes `config.training`. `more` are further arguments of `kind`.
     """
     training = config.training
     for key in _IDLE.keys() & set(vars(training)):
@@ -119,7 +121,7 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
     with Scratch() as folder, _models_from(module, _stand_in):
         training.output_dir = folder
         try:
-            trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows)
+            trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows, **more)
         except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
             kind_of = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
             raise ConfigError(
@@ -129,7 +131,12 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset) -
 
 
 def prepared_longest(
-    kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, widths: Callable[[Dataset], Counts] | None
+    kind: type,
+    module: ModuleType,
+    config: TrlConfig,
+    rows: Dataset,
+    widths: Callable[[Dataset], Counts] | None,
+    **more: Any,
 ) -> tuple[Dataset, Sequence[int] | None]:
     """`prepared` rows, including the longest: only the largest texts if one of them fills `max_length` by `widths`.
 
@@ -141,10 +148,10 @@ def prepared_longest(
     limit = config.training.max_length
     if widths is not None and limit is not None and len(rows) > LARGEST:
         largest = largest_rows(rows)
-        some = prepared(kind, module, config, rows.select(largest))
+        some = prepared(kind, module, config, rows.select(largest), **more)
         if len(some) and int(widths(some).max()) >= limit:
             return some, largest if len(some) == len(largest) else None
-    found = prepared(kind, module, config, rows)
+    found = prepared(kind, module, config, rows, **more)
     if len(found) == 0:
         raise ConfigError(f"none of the {len(rows)} samples is left to train on at max_length={limit}; increase it")
     return found, None
@@ -301,8 +308,9 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     if quantization is None:
         auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
         make = architecture.from_config if auto else architecture._from_config
-        with torch.device("cuda" if on_card and not _loads_on_host() else "cpu"):
+        with torch.device("cuda" if on_card and not _loads_on_host() else "cpu"), _values_of_a_checkpoint():
             model = make(config, **options)
+        model.tie_weights()
     else:
         state = random_checkpoint(architecture, config, device="cuda" if on_card else "cpu", **options)
         model = architecture.from_pretrained(
@@ -313,6 +321,14 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
         model.set_use_kernels(True)
     model.config._name_or_path = model_id
     return model
+
+
+def _values_of_a_checkpoint() -> AbstractContextManager[object]:
+    """Context in which a model's weights get no first values, as where `from_pretrained` makes it.
+
+    On a simulated card alone, which keeps no values: a probe on a device trains on random ones.
+    """
+    return nullcontext() if active_gpu() is None else no_init_weights()
 
 
 def share_experts(config: Any, ranks: int) -> None:

@@ -27,6 +27,15 @@ def processor_of(config: TrlConfig) -> StandInProcessor | None:
     return StandInProcessor(tokenizer, vision_of(found, str(name)), token)
 
 
+def for_text(config: TrlConfig) -> dict[str, Any]:
+    """Arguments with which TRL's trainer of a model that takes images asks for no file of its processor: {} of others.
+
+    TRL prepares rows without images by the processor's tokenizer alone.
+    """
+    processor = processor_of(config)
+    return {} if processor is None else {"processing_class": processor.tokenizer}
+
+
 def simulated_only(inspection: Inspection) -> None:
     """Raise ConfigError on a real device, where images would need the processor's files and the pixels."""
     if not inspection.simulated:

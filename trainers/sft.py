@@ -27,7 +27,7 @@ from .common import (
     split,
     train_rows,
 )
-from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
+from .image_prompts import for_text, has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .inspection import hashed, keep
 from .keys import COMPARED
 from .offline import or_stated
@@ -106,7 +106,9 @@ class SftTrainer(SamplesTrainer):
         with or_stated(inspection):
             rows = split(config)
         made_up = inspection.prompt_tokens is not None
-        if not inspection.simulated and not has_images(rows):
+        text_only = config.training.packing or config.training.padding_free  # TRL refuses images with either
+        sees_images = has_images(rows) or (made_up and not text_only)
+        if not sees_images and (text_only or not inspection.simulated):
             return super().longest(config, inspection)
         text = config.training.dataset_text_field
         column = text if made_up or text in rows.column_names else "messages"
@@ -131,7 +133,7 @@ class SftTrainer(SamplesTrainer):
             row = dict(worst_case["rows"][0])
             return probed(SFTTrainer, trl_sft, config, row, processing_class=processor_of(config))
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
-        trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case))
+        trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case), **for_text(config))
         if padded(config, worst_case):
             trainer.data_collator = Collator(trainer.data_collator, shorter_sample, worst_case)
         return trainer
@@ -144,7 +146,7 @@ class SftTrainer(SamplesTrainer):
         return samples_per_step(config) * len(_row(config, worst_case)["input_ids"])
 
     def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
-        return prepared(SFTTrainer, trl_sft, config, rows)
+        return prepared(SFTTrainer, trl_sft, config, rows, **for_text(config))
 
     def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
@@ -155,7 +157,9 @@ class SftTrainer(SamplesTrainer):
         }  # fmt: skip
         raw = train_rows(config, "SFT", kinds)
         limit = config.training.max_length
-        rows, largest = prepared_longest(SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"))
+        rows, largest = prepared_longest(
+            SFTTrainer, trl_sft, config, raw, lambda found: lengths(found, "input_ids"), **for_text(config)
+        )
         counts = lengths(rows, "input_ids")
         longest, index = int(counts.max()), _slowest(rows, counts)
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}

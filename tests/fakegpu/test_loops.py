@@ -103,3 +103,14 @@ def test_inference_mode_counts_what_is_inside_a_composite_operation() -> None:
             layer(torch.randn(4, 32, 64, device="cuda")).mean().item()
         peaks.append(gpu.peak_allocated_bytes)
     assert peaks[0] == peaks[1]
+
+
+def test_truncated_normal_values_are_drawn_twice_at_most() -> None:
+    with fake_gpu("a10g"):
+        weight = torch.empty(1024, 1024, device="cuda")
+        torch.nn.init.trunc_normal_(weight, std=0.02)
+        assert torch.cuda.memory_allocated() == weight.nbytes
+        draws_again = "where" in torch.nn.init._no_grad_trunc_normal_.__code__.co_names
+        assert torch.cuda.max_memory_allocated() >= weight.nbytes * (2 if draws_again else 1)
+    real = torch.nn.init.trunc_normal_(torch.empty(100), std=1.0, a=-1.0, b=1.0)
+    assert real.abs().max() <= 1

@@ -220,6 +220,8 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
     one_hot = tensors.one_hot(shadows, untouched(torch.nn.functional.one_hot))
     yield Patch(torch.nn.functional, "one_hot", one_hot, "a fake takes another way, and is too large to know")
+    truncated = tensors.truncated_normal(untouched(torch.nn.init._no_grad_trunc_normal_))
+    yield Patch(torch.nn.init, "_no_grad_trunc_normal_", truncated, "it draws until a fake's values are right")
     resized = tensors.resize_storage(memory, untouched(torch.UntypedStorage.resize_))
     yield Patch(torch.UntypedStorage, "resize_", resized, "FSDP frees so")
     address = tensors.storage_address(memory, untouched(torch.UntypedStorage.data_ptr))

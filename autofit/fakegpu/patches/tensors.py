@@ -58,6 +58,25 @@ def one_hot(shadows: Shadows, original: Callable[..., torch.Tensor]) -> Callable
     return run
 
 
+def truncated_normal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`nn.init._no_grad_trunc_normal_`, which draws again until all values lie within [a, b], with two draws of a fake.
+
+    What a fake holds is not known, so torch (since 2.13) would draw for ever; further draws need no more bytes.
+    """
+    if "where" not in original.__code__.co_names:  # an older torch draws once
+        return original
+
+    def run(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, **generator: object) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor, mean, std, a, b, **generator)
+        with torch.no_grad():
+            tensor.normal_(mean, std)
+            outside = (tensor < a) | (tensor > b)
+            return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
+
+    return run
+
+
 def _converted(
     parameter: torch.nn.Parameter,
     fn: Convert,
