@@ -131,6 +131,10 @@ def test_a_card_that_the_allocators_cache_fills_is_not_told_as_nearly_full() -> 
         "The card will look full, with 23.68 GB: PyTorch keeps blocks that the update"
     )
     assert check(replace(full, least_capacity_bytes=CARD.capacity_bytes * 97 // 100)).tight
+    roomy = check(replace(result(20 * GB), least_capacity_bytes=10 * GB))
+    assert roomy.line.startswith("fits: 20.00 GB of 23.68 GB used")
+    assert str(roomy.parts()[1]).startswith("10.00 GB would do: PyTorch keeps blocks that the update has freed")
+    assert len(check(replace(result(20 * GB), least_capacity_bytes=19 * GB)).parts()) == 1
 
 
 def test_the_margin_is_the_error_of_the_worst_compared_peak() -> None:

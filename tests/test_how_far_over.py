@@ -52,6 +52,15 @@ def test_an_oom_under_the_cap_is_told_with_what_it_holds_without(
     assert "held without the cap 31.00 GB" in trial_line(trial, {})
 
 
+def test_a_fit_whose_cache_fills_the_card_is_told_with_what_it_needs() -> None:
+    result = ProbeResult(
+        status=ProbeStatus.FIT, device="sim:a10g", step_s=(1.0, 1.0), device_used_bytes=23 * GB,
+        least_capacity_bytes=12 * GB, completions_per_step=4,
+    )  # fmt: skip
+    trial = Trial(number=1, tier="neutral", changes={}, params={}, result=result)
+    assert "fit, 23.00 GB (1.00 GB free; 12.00 GB needed)" in trial_line(trial, {}, limit_bytes=24 * GB)
+
+
 @pytest.mark.parametrize(
     ("needs_bytes", "limit_bytes"), [(20 * GB, 24 * GB), (90 * GB, 24 * GB), (79 * GB, 78 * GB)],
     ids=["it fits", "more than the card has", "the card is hardly larger"],

@@ -141,7 +141,9 @@ def trial_line(
         assert result.median_step_s is not None
         step = format_seconds(result.median_step_s)
         row = TrialResult.of(trial, base, limit_bytes=limit_bytes)
-        free = "" if row.margin_bytes is None else f" ({format_bytes(row.margin_bytes)} free)"
+        least = result.least_capacity_bytes  # of a simulated probe whose cache fills the card
+        needed = "" if least is None else f"; {format_bytes(least)} needed"
+        free = "" if row.margin_bytes is None else f" ({format_bytes(row.margin_bytes)} free{needed})"
         faster = "" if row.speedup is None or not trial.changes else f", {row.speedup:.2f}x"
         return (
             f"{head}fit, {used}{free}, {step} a step, {result.completions_per_s:.2f} {samples_word(original)}/s{faster}"

@@ -45,6 +45,7 @@ def is_tight(result: ProbeResult, capacity_bytes: int) -> bool:
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _MATTERS_FRAC = 0.01  # of what is needed: fewer gaps, or a smaller reserve, are not worth a sentence
+_LESS_WOULD_DO_FRAC = 0.25  # of what is needed: a card with room for what is used has no need of less
 
 
 def shown_bytes(result: ProbeResult, capacity_bytes: int) -> tuple[int, str]:
@@ -64,17 +65,20 @@ def used_words(result: ProbeResult, capacity_bytes: int) -> str:
 
 
 def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
-    """What decides whether it fits where that is tight, and what makes it safe; why the card is full where it is not.
+    """What decides whether it fits where that is tight, and what makes it safe; why more is used than is needed.
 
     [] where neither is so.
     """
-    count, what = shown_bytes(result, capacity_bytes)
+    used, needed = result.device_used_bytes or 0, needed_bytes(result)
+    _, what = shown_bytes(result, capacity_bytes)
     lines = []
-    if what == "needed" and (result.device_used_bytes or 0) - count > _MATTERS_FRAC * count:
-        full = format_bytes(result.device_used_bytes or 0)
+    if used - needed > (_MATTERS_FRAC if what == "needed" else _LESS_WOULD_DO_FRAC) * needed:
+        first = f"The card will look full, with {format_bytes(used)}" if what == "needed" else (
+            f"{format_bytes(needed)} would do"
+        )  # fmt: skip
         lines.append(
-            f"The card will look full, with {full}: PyTorch keeps blocks that the {_fullest(result)} has freed, and "
-            "returns them when they are needed."
+            f"{first}: PyTorch keeps blocks that the {_fullest(result)} has freed, and returns them when they are "
+            "needed."
         )
     if is_tight(result, capacity_bytes):
         lines += [_decides(result, recipe, capacity_bytes), _safe(result, capacity_bytes)]
