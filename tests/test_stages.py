@@ -18,7 +18,7 @@ from autofit import api
 from autofit.api.pipeline import PipelineResult, StageResult
 from autofit.api.pipeline_stages import Knowledge
 from autofit.cli import main
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.files import write_json
 from autofit.promotion.stages import Known, State, content_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
@@ -239,7 +239,8 @@ def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monk
     """`autofit run` has no option --prompt-tokens: each stage has a key of its own."""
 
     def unreachable(*_: object) -> None:
-        raise ConfigError("the tokenizer must be reachable; connect to it, or give --prompt-tokens N: a sample")
+        stated = option("prompt-tokens", "N")
+        raise ConfigError(f"the tokenizer must be reachable; connect to it, or give {stated}: a sample")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("autofit.api.pipeline_stages.make_plan", unreachable)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autofit.errors import ConfigError, printable, quoted
+from autofit.errors import ConfigError, option, printable, quoted
 from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
 
@@ -142,7 +142,8 @@ def not_a_list(name: str) -> str:
 
 
 STATE_IT = (
-    "or give --prompt-tokens N: a made-up sample of N tokens (of grpo and rloo: a prompt) then replaces the dataset"
+    f"or give {option('prompt-tokens', 'N')}: a made-up sample of N tokens (of grpo and rloo: a prompt) then replaces "
+    "the dataset"
 )
 
 
@@ -154,7 +155,7 @@ def or_stated(inspection: Inspection) -> Iterator[None]:
     except ConfigError as error:
         if not inspection.simulated or inspection.prompt_tokens is not None:
             raise
-        raise ConfigError(f"{error}; {STATE_IT}") from error
+        raise ConfigError(f"{error.marked}; {STATE_IT}") from error
 
 
 def clear(folder: Path) -> None:
@@ -215,7 +216,7 @@ def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_o
     if not simulated and catalogue.architecture(name) is not None:
         return (
             f"{key} must be a folder with a config.json or a name on the model hub; got {name!r}, but "
-            f"the hub does not answer; a simulated card does not need it: --gpu NAME"
+            f"the hub does not answer; a simulated card does not need it: {option('gpu', 'NAME')}"
         )
     names = {n.lower(): n for n in catalogue.names()} | {n.lower().rpartition("/")[2]: n for n in catalogue.names()}
     close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
@@ -354,5 +355,5 @@ def _text(tokens: int, tokenizer: Any) -> str:
             return text
     raise ConfigError(
         f"the model's tokenizer makes {found} tokens instead of {tokens} for the synthetic prompt; give "
-        f"--prompt-tokens {found}"
+        f"{option('prompt-tokens')} {found}"
     )

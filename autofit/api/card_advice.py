@@ -263,7 +263,7 @@ def advise(
     """
     tell = on_event or silent
     chosen, numbers = _cards(cards), _counts(counts)
-    at_least_one("--parallel", parallel)
+    at_least_one("parallel", parallel)
     listed = price_list(prices)
     _, launch = launch_options(gpu=None, accelerate_config=accelerate_config, num_processes=num_processes, gpus=None)
     able = [spec for spec in chosen if card_needs(changes or {}).met_by(spec)] or chosen

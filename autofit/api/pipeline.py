@@ -15,7 +15,7 @@ from autofit.api.promoting import PromotionResult, Step, promote
 from autofit.api.searching import search as search_for_the_fastest
 from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.folding import Folding
 from autofit.promotion.promotion import model_path
 from autofit.promotion.stages import Known, State, is_adapter, whole_model
@@ -122,7 +122,7 @@ def run(
     """
     with named_as_arguments():
         if gpu is not None and not plan:
-            raise ConfigError("--gpu names a simulated card, on which nothing trains; it goes with --plan")
+            raise ConfigError(f"{option('gpu')} names a simulated card, on which nothing trains; it goes with --plan")
         where = executor_asked(executor, debugging=False)
         folder = studies_folder(folder)
         use_storage(folder, storage)

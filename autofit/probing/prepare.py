@@ -11,7 +11,7 @@ from typing import cast
 
 import psutil
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line
+from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
 from autofit.files import OWNER, is_full, last_line, read_json, write_json
 from autofit.hardware.hardware import gpus
@@ -82,7 +82,7 @@ def prepare(
     answer = read_json(answer_path)
     if answer is None and is_full(folder):
         raise EnvironmentFault(
-            f"no space left to write {answer_path}; free some space or choose another folder with --dir"
+            f"no space left to write {answer_path}; free some space or choose another folder with {option('dir')}"
         )
     if answer is None:
         raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
@@ -98,8 +98,8 @@ def prepare(
     if trains and device == "cuda" and needs_server(facts.resolved, facts.values):
         raise ConfigError(
             f"{source.what}: vllm_mode: server needs a server that no probe starts, so such a recipe is only "
-            f"simulated: give --gpu NAME, such as --gpu h100 (promote starts the server), or start one and name it "
-            f"with vllm_server_base_url, or set vllm_mode: colocate"
+            f"simulated: give {option('gpu', 'NAME')}, such as {option('gpu', 'h100')} (promote starts the server), or "
+            "start one and name it with vllm_server_base_url, or set vllm_mode: colocate"
         )
     how = read.launch.batching(facts.resolved, facts.keys)
     shared: dict[str, object] = {} if how.is_plain else {LAUNCH: how.to_values()}
@@ -192,7 +192,9 @@ def _on_cards(recipe: Recipe, cards: int) -> Recipe:
         recipe = _with_server(recipe, cards)
     ranks = cards - recipe.launch.server_ranks
     if ranks < 1:
-        raise ConfigError(f"--gpus must be more than the {recipe.launch.server_ranks} of the vLLM server; got {cards}")
+        raise ConfigError(
+            f"{option('gpus')} must be more than the {recipe.launch.server_ranks} of the vLLM server; got {cards}"
+        )
     return spread(recipe, ranks)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.card_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus, slices_fault
@@ -115,7 +115,10 @@ def training_device(
     return studied
 
 
-_SAY_WHERE = "say where the run trains with --device cpu or --device cuda, or write its YAML only with --write-only"
+_SAY_WHERE = (
+    f"say where the run trains with {option('device', 'cpu')} or {option('device', 'cuda')}, or write its YAML only "
+    f"with {option('write-only')}"
+)
 
 
 def machines_of(launch: Launch, executor: Executor) -> int:
@@ -134,18 +137,18 @@ def machines_of(launch: Launch, executor: Executor) -> int:
         works = ", ".join(str(n) for n in sorted(divisors(launch.ranks)))
         raise ConfigError(
             f"the {launch.ranks} rank(s) of the run cannot be divided by --nodes {asked}; give --nodes {works}, or "
-            f"search on a multiple of {asked} ranks (--num_processes)"
+            f"search on a multiple of {asked} ranks ({option('num_processes')})"
         )
     return asked
 
 
 def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> None:
     """Raise ConfigError for a launch whose ranks cannot be started on `device` of this machine, or of Slurm's."""
-    write = "write its files with --write-only, and start it with the command that they name"
+    write = f"write its files with {option('write-only')}, and start it with the command that they name"
     if launch.machines > 1 and not executor.is_cluster:
         raise ConfigError(
-            f"the run trains on {launch.machines} machines, and autofit starts it on one; give --executor slurm, or "
-            f"{write}"
+            f"the run trains on {launch.machines} machines, and autofit starts it on one; give "
+            f"{option('executor', 'slurm')}, or {write}"
         )
     if device == "cpu" and launch.sharding not in ("ddp", "fsdp2"):
         raise ConfigError(f"ranks on the CPU train with ddp or fsdp2, and the run has {launch.sharding}; {write}")
@@ -185,7 +188,7 @@ def for_slurm(executor: Executor, launch: Launch, device: Device, server: Server
     A server has a node of its own. Slurm gives all nodes of a job as many cards as the one that needs most.
     """
     options = ("gres", "gpus", "gpus-per-task", "gpus-per-node")
-    given = executor.gpus_per_node or any(option in executor.slurm for option in options)
+    given = executor.gpus_per_node or any(key in executor.slurm for key in options)
     needed = max(launch.ranks // launch.machines, 0 if server is None else server.cards)
     cards = executor.gpus_per_node if given or device != "cuda" else str(needed)
     return replace(executor, nodes=launch.machines + (server is not None), gpus_per_node=cards)
@@ -199,7 +202,8 @@ def signal_s(executor: Executor) -> int:
 def _given(asked: str) -> Device:
     if asked == "cuda" and not gpus():
         raise ConfigError(
-            f"--device cuda needs a CUDA card, but {why_none()}; give --device cpu, or run it on a machine with a card"
+            f"{option('device', 'cuda')} needs a CUDA card, but {why_none()}; give {option('device', 'cpu')}, or run "
+            "it on a machine with a card"
         )
     return choose_device(asked)
 

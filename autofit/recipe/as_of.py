@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autofit.errors import ConfigError, nearest, quoted
+from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.launch import is_on
 from autofit.recipe.profile import Older, Version, profile
 from autofit.recipe.recipe import Recipe
@@ -75,11 +75,13 @@ def read_libraries(text: str) -> dict[str, Version]:
     for part in re.split(r"[,;]", text):
         match = re.fullmatch(r"\s*([A-Za-z_-]+)\s*(?:==|[ =])\s*v?(\d{1,4}(?:\.\d{1,4}){0,3})\s*", part)
         if match is None:
-            raise ConfigError(f'--as-of must look like "trl 0.14" or "trl 0.14, transformers 4.48"; got {quoted(text)}')
+            raise ConfigError(
+                f'{option("as-of")} must look like "trl 0.14" or "trl 0.14, transformers 4.48"; got {quoted(text)}'
+            )
         name = match[1].lower()
         if name not in PACKAGES:
             raise ConfigError(
-                f"--as-of knows older versions of {' and '.join(PACKAGES)}; got {quoted(match[1])}"
+                f"{option('as-of')} knows older versions of {' and '.join(PACKAGES)}; got {quoted(match[1])}"
                 f"{nearest(name, PACKAGES)}"
             )
         found[name] = tuple(int(number) for number in match[2].split("."))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autofit.errors import ConfigError, nearest, quoted
+from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import (
     TYPES,
@@ -62,11 +62,13 @@ def launch_options(
     named = None if gpu is None else re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x(\w.*)", gpu)
     machines = None
     if named is not None:
-        asked, gpu, each = gpu, named[3], int(named[2])
+        asked, gpu, each = named[0], named[3], int(named[2])
         cards = int(named[1] or 1) * each
         machines = int(named[1]) if named[1] else None
         if gpus is not None and gpus != cards:
-            raise ConfigError(f"--gpu {asked} says {cards} cards, and --gpus {gpus}; give one of them")
+            raise ConfigError(
+                f"{option('gpu', asked)} says {cards} cards, and {option('gpus')} {gpus}; give one of them"
+            )
         gpus = cards
     options = LaunchOptions(
         accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus, machines=machines
@@ -248,7 +250,7 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
             )
         config["num_processes"] = options.num_processes
     elif config.get("num_processes") == -1:
-        raise ConfigError(f"{found.what} leaves num_processes open; give --num_processes N")
+        raise ConfigError(f"{found.what} leaves num_processes open; give {option('num_processes', 'N')}")
     elif "num_processes" not in config and (told := environment.get("WORLD_SIZE")) is not None:
         if not told.isdecimal() or int(told) < 1:
             raise ConfigError(f"the environment variable WORLD_SIZE must be 1 or more; got {quoted(told)}; unset it")
@@ -260,7 +262,9 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
     elif kind == "NO" and ranks != 1:
         text = f"{found.what} has distributed_type NO, so accelerate starts one process"
         if options.num_processes is not None:
-            raise ConfigError(f"{text}; give --accelerate_config multi_gpu with --num_processes {ranks}")
+            raise ConfigError(
+                f"{text}; give {option('accelerate_config', 'multi_gpu')} with {option('num_processes')} {ranks}"
+            )
         found.notes.append(f"{text}, whatever num_processes: {ranks} says")
 
 

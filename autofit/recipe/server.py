@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError, option, quoted
 from autofit.recipe.launch import Launch, is_on
 
 COMMAND = ("trl", "vllm-serve")
@@ -46,7 +46,7 @@ class Server:
         if self.cards % self.tensor_parallel:
             raise ConfigError(
                 f"vllm_tensor_parallel_size={self.tensor_parallel} must divide the {self.cards} cards of the vLLM "
-                f"server; change it, or launch.server_ranks (--set launch.server_ranks=N)"
+                f"server; change it, or launch.server_ranks ({option('set')} launch.server_ranks=N)"
             )
 
     @classmethod

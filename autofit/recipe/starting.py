@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.recipe.profile import profile, profiles
 from autofit.recipe.recipe import TrainerName
 
@@ -46,15 +46,16 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
         foreign = [key for key, takers in telling.items() if asked not in takers]
         if foreign and len(possible) == 1:
             raise ConfigError(
-                f"--trainer {asked} does not take {', '.join(foreign)}; these are keys of `trl {possible[0]}`: give "
-                f"--trainer {possible[0]} or omit --trainer"
+                f"{option('trainer', asked)} does not take {', '.join(foreign)}; these are keys of `trl "
+                f"{possible[0]}`: give {option('trainer', possible[0])} or omit {option('trainer')}"
             )
         return asked
     if TRAINERS[0] in possible or not possible:
         return TRAINERS[0]
     if len(possible) > 1:
         raise ConfigError(
-            f"{', '.join(telling)} may belong to a recipe of {' or '.join(possible)}: choose one with --trainer"
+            f"{', '.join(telling)} may belong to a recipe of {' or '.join(possible)}: choose one with "
+            f"{option('trainer')}"
         )
     return possible[0]
 

@@ -17,7 +17,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.hardware.hardware import Device
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
@@ -136,7 +136,7 @@ def open_study(plan: Plan) -> optuna.Study:
             by = f" by {known.owner}" if known.owner else ""
             raise ConfigError(
                 f"the study {plan.name!r} was made{by} for another recipe, target, device or space; "
-                f"omit --study or give another name"
+                f"omit {option('study')} or give another name"
             )
         keep_record(study, _asked(plan, known))
     return study
@@ -149,7 +149,7 @@ def _check_name(folder: Path) -> None:
     if there and folder.name not in there and other != folder.name:
         raise ConfigError(
             f"the study {folder.name!r} needs a folder of its own, and the file system, which ignores case, has "
-            f"that of {other!r} there; choose a name with --study that differs in more than case"
+            f"that of {other!r} there; choose a name with {option('study')} that differs in more than case"
         )
 
 
