@@ -65,17 +65,11 @@ class EnvironmentFault(AutofitError):
 def nearest(given: str, known: Iterable[str]) -> str:
     """`"; the nearest valid one is 'x'"` if one of `known` is close to `given`, else an empty string."""
     names = list(known)
-    close = difflib.get_close_matches(given, names, n=8, cutoff=0.6) or [
-        name for name in difflib.get_close_matches(given, names, n=8, cutoff=0.5) if _akin(given, name)
-    ]
+    parts = [name for name in names if len(given) > 3 and given in name]  # reshard: fsdp_reshard_after_forward
+    close = difflib.get_close_matches(given, names, n=8) or parts
     # A name that contains the given one, or is contained in it, comes first: lora_r for lora_rank.
     close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))
     return f"; the nearest valid one is {close[0]!r}" if close and close[0] != given else ""
-
-
-def _akin(given: str, name: str) -> bool:
-    """Whether one name has the other in it, or both begin alike; without that, half of the letters is chance."""
-    return given in name or name in given or given[:4] == name[:4]
 
 
 def printable(text: str, most: int) -> str:

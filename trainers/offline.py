@@ -18,6 +18,7 @@ from typing import Any
 from autofit.errors import ConfigError, option, printable, quoted
 from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
+from autofit.recipe.keys import OTHER_MODELS
 
 # Bounds of a model's config.json: a file whose model would build for ever is refused before it is built.
 #
@@ -87,8 +88,6 @@ def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[s
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
 
 
-_MODEL = "stand_in_model"  # subfolders of the folder that an inspection passes to its probes
-_REWARD_MODEL = "stand_in_reward_model"
 _SAMPLES = "made_up_samples"
 _WORDS = 260  # tokens of the small tokenizer, which loads in 2 ms; bytes and times depend on the model's vocabulary
 _VOCABULARIES = (
@@ -96,8 +95,8 @@ _VOCABULARIES = (
     "tekken.json", "tokenizer.tiktoken",
 )  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-OTHER_MODELS = {"reward_model_name_or_path": _REWARD_MODEL, "teacher_model_name_or_path": "stand_in_teacher"}
-_MODELS = {"model_name_or_path": _MODEL, **OTHER_MODELS}
+# Subfolders of the folder that an inspection passes to its probes, as is that of the samples.
+_MODELS = {key: f"stand_in_{key.removesuffix('_name_or_path')}" for key in ("model_name_or_path", *OTHER_MODELS)}
 # Columns of a synthetic sample, each with its share of the tokens; TRL's DPO adds its answers to its prompt. Columns of
 # `_ids` hold tokens in place of text.
 _COLUMNS = {

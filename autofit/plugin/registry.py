@@ -20,10 +20,11 @@ from autofit.errors import ConfigError, nearest, option
 from autofit.frontends.reading import refusal
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.profile import profile
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
 from autofit.recipe.source import Source
-from autofit.recipe.starting import OF_TRANSFORMERS, OF_TRL, trainer_of
+from autofit.recipe.starting import trainer_of
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")
@@ -122,7 +123,7 @@ def check_source_early(
     """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once."""
     values = merge(source.values, changes)
     named = trainer_for({**source.values, **changes}, trainer or source.trainer)
-    read = launched(values, launch, of_trl=named in OF_TRL, of_transformers=named in OF_TRANSFORMERS, own=source.launch)
+    read = launched(values, launch, of=profile(named), own=source.launch)
     changed = [key.partition(".")[0] for key in changes]
     check_early(source, read.values, trainer=named, device=device, changed=changed, prompt_tokens=prompt_tokens)
 

@@ -22,12 +22,12 @@ from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import Ending
 from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, TrainerName, merge
 from autofit.recipe.secrets import sealed, without_secrets
 from autofit.recipe.server import needs_server
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
-from autofit.recipe.starting import OF_TRANSFORMERS, OF_TRL
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 _LENGTHS_S = 60.0  # for some of its samples, which take a second or two
@@ -51,9 +51,7 @@ def prepare(
     """
     source = given if isinstance(given, Source) else read_source(given)
     values = sealed(merge(source.values, changes or {}))
-    read = launched(
-        values, launch, of_trl=trainer in OF_TRL, of_transformers=trainer in OF_TRANSFORMERS, own=source.launch
-    )
+    read = launched(values, launch, of=profile(trainer), own=source.launch)
     changed = [key.partition(".")[0] for key in changes or {}]
     if trains and device == "cpu":
         check_on_cpu(read.launch)

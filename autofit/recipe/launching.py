@@ -22,6 +22,7 @@ from autofit.recipe.launch_keys import (
     read_deepspeed_file,
 )
 from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, check_values
+from autofit.recipe.profile import Profile
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
 _TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
@@ -97,13 +98,14 @@ class _Reading:
     notes: list[str] = field(default_factory=list)
 
 
+_OF_TRL = Profile(name="", of_trl=True)
+
+
 def launched(
-    values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of_trl: bool = True,
-    of_transformers: bool = False,
+    values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of: Profile = _OF_TRL,
     environment: Mapping[str, str] = os.environ, own: Mapping[str, object] | None = None,
 ) -> Launched:  # fmt: skip
-    """The launch of a recipe's `values`; without `of_trl` no key but `launch` is read, as others mean other things,
-    and with `of_transformers` fsdp and deepspeed besides.
+    """The launch of a recipe's `values`, by the keys that say it to the trainer `of` this profile.
 
     `own` has keys of an accelerate config that the recipe itself means, in place of which one may be named.
 
@@ -113,8 +115,8 @@ def launched(
         return Launched(launch=Launch(), values=values)
     found = _Reading(config=dict(own or {}))
     rest = dict(values)
-    read = (LAUNCH, *_TRAINERS) if of_transformers else (LAUNCH,)
-    kept = {} if of_trl else {key: rest.pop(key) for key in values if key not in read}
+    read = (LAUNCH, *_TRAINERS) if of.of_transformers else (LAUNCH,)
+    kept = {} if of.of_trl else {key: rest.pop(key) for key in values if key not in read}
     _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)
     flags = {key: rest.pop(key) for key in list(rest) if is_launch_key(key)}
     _apply_flags(found, flags)
@@ -123,7 +125,7 @@ def launched(
     given = rest.pop(LAUNCH, None)
     _read_json(found)
     _check_beside_json(found, flags)
-    said = values if of_trl or of_transformers else {}
+    said = values if of.of_trl or of.of_transformers else {}
     check_values(found.config, partial(place, values=said, config=found.file, config_name=found.what))
     launch = _made(found, given)
     if launch.sharding == "zero3" and launch.offload == "parameters" and _optimizer_stays(found.config):

@@ -35,7 +35,7 @@ class Profile:
     name: str
     place: int = 0  # among the trainers, where they are listed; the first is the usual one
     of_trl: bool = False  # whether `trl NAME` trains its recipes, and hands them on to `accelerate launch`
-    of_transformers: bool = False  # whether transformers' keys fsdp and deepspeed of its recipes say the launch
+    of_transformers: bool = False  # without of_trl: whether transformers' keys fsdp and deepspeed say the launch
     page: bool = False  # whether the page's list of allowed settings has those of its recipes
     keys: tuple[str, ...] = ()  # keys that it takes and another trainer does not: its recipes are told by them
     own_key: str = ""  # a key that no other trainer takes, and each of its recipes has

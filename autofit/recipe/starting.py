@@ -17,7 +17,6 @@ from autofit.recipe.recipe import TrainerName
 
 TRAINERS: tuple[TrainerName, ...] = tuple(p.name for p in profiles().values() if p.keys)  # told by a recipe's keys
 OF_TRL = tuple(p.name for p in profiles().values() if p.of_trl)  # whose YAML TRL hands on to `accelerate launch`
-OF_TRANSFORMERS = tuple(p.name for p in profiles().values() if p.of_transformers)
 
 # Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all of them take are omitted, as are most of the
 # first one's own: the table only has to distinguish its recipe with a wrong key from a recipe of another trainer.
