@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, cast
 
@@ -309,3 +309,34 @@ def _delete_ownerless(folder: Path) -> None:
 def _opened(path: Path) -> IO[str]:
     """The file for its lock; OSError where there is none: the folder is no scratch folder."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
+
+
+# ------------------------------------------------------------------------------------------ logs that grow without end
+
+MOST_LOG_BYTES = 2**26  # a probe of TRL's trainers writes some KB
+_KEPT_BYTES = 2**20
+_END_BYTES = 10_000  # read of a log's end
+_LEFT_OUT = b"\n... left out by autofit, as the log was longer than 64 MiB ...\n"
+
+
+def keep_small(logs: Iterable[str | os.PathLike[str]]) -> None:
+    """Cut each log of more than 64 MiB down to its first MiB; who writes must append (O_APPEND)."""
+    for log in logs:
+        try:
+            if os.stat(log).st_size > MOST_LOG_BYTES:
+                with open(log, "r+b") as file:
+                    file.seek(_KEPT_BYTES)
+                    file.write(_LEFT_OUT)
+                    file.truncate()
+        except OSError:  # not there yet, or on a disk that fails
+            continue
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _END_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -234,7 +234,7 @@ from autofit.commands.arguments import parser
 from autofit.frontends.trl_script import _KINDS
 from autofit.plugin.registry import load, names, trainer_for
 from autofit.recipe.as_of import bytes_a_logit
-from autofit.recipe.starting import OF_TRL, recipe_text, trainer_of_data
+from autofit.recipe.profile import OF_TRL, recipe_text, trainer_of_data
 from autofit.web.answering import _TRAINERS
 Path("data.jsonl").write_text(json.dumps({"question": "?", "verdict": "!"}))
 print(json.dumps({

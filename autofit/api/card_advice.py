@@ -16,8 +16,7 @@ from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.folding import Folding
-from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
-from autofit.forecast.shop import Shop
+from autofit.forecast.shop import STEPS, Choice, Offer, Shop, Verdict, choice
 from autofit.frontends.writing import own_words
 from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices

@@ -18,8 +18,7 @@ from itertools import combinations
 from autofit.errors import Cancelled, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
-from autofit.forecast.cards import Card
-from autofit.forecast.change import Change, Probe, Tell, Trier
+from autofit.forecast.change import Card, Change, Probe, Tell, Trier
 from autofit.forecast.ending import Ending
 from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes

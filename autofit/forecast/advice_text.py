@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from autofit.forecast.advice import Advice
-from autofit.forecast.cards import Card
-from autofit.forecast.change import Change
+from autofit.forecast.change import Card, Change
 from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight
 from autofit.plugin.protocol import UPDATE

@@ -20,11 +20,10 @@ from autofit.errors import ConfigError, nearest, option
 from autofit.frontends.reading import refusal
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
-from autofit.recipe.profile import profile
+from autofit.recipe.profile import profile, trainer_of
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
 from autofit.recipe.source import Source
-from autofit.recipe.starting import trainer_of
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")

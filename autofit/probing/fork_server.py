@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import Scratch
+from autofit.files import Scratch, keep_small
 from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
-from autofit.probing.log_size import keep_small
 from autofit.probing.supervise import Ending, RanksEnded, computing_env, die_with_parent, keep_ranks
 
 _COLD = "cold"  # argument of a server that imports nothing

@@ -11,12 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
-from autofit.files import read_json, write_atomically, write_json
+from autofit.files import keep_small, read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
 from autofit.hardware.health import look_at_cards
 from autofit.probing.fork_server import ServerGone, call_ranks
 from autofit.probing.kept import keep_answer, kept_answer
-from autofit.probing.log_size import keep_small
 from autofit.probing.oom import exited_for_oom
 from autofit.probing.rank_probes import has_ranks, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus

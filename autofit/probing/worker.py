@@ -104,7 +104,7 @@ def _probe_of_ranks(request: ProbeRequest, memory: Memory, recorder: Recorder) -
     launch = Launch.of(request.values)
     if launch.is_plain or not request.device.startswith("sim:"):
         return first
-    from autofit.probing.rank import share_differs
+    from autofit.plugin.ranks import share_differs
     from autofit.probing.simulated import SimMemory
 
     assert isinstance(memory, SimMemory)
@@ -221,7 +221,7 @@ def _simulated(
 def _train_on_card(
     request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool, leaves_out: bool
 ) -> Run:
-    from autofit.probing.rank import simulated_rank
+    from autofit.plugin.ranks import simulated_rank
     from autofit.probing.simulated import layers_alike, loaded_bytes
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules

@@ -25,8 +25,7 @@ from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
-from autofit.forecast.offers import Offer
-from autofit.forecast.shop import Shop
+from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.foreign import Explanation
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
