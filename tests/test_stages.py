@@ -20,7 +20,7 @@ from autofit.api.pipeline_stages import Knowledge
 from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.files import write_json
-from autofit.promotion.stages import Known, State, content_of, inputs_of
+from autofit.promotion.stages import KnownStage, State, content_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
 from autofit.watching.events import read_progress
 
@@ -136,7 +136,7 @@ def test_an_edited_reward_function_counts_as_a_change(tmp_path: Path, monkeypatc
 
 def test_a_stage_whose_trained_model_was_deleted_is_not_done(tmp_path: Path) -> None:
     state = State.read(tmp_path, "p")
-    known = Known(inputs=inputs_of(Stage(name="a", values={}), "sft", {}), study="s", trial=2)
+    known = KnownStage(inputs=inputs_of(Stage(name="a", values={}), "sft", {}), study="s", trial=2)
     state.keep("a", known)
     again = State.read(tmp_path, "p")
     assert again.stages == {"a": known}
@@ -161,7 +161,7 @@ def two_stages(rate: float) -> Pipeline:
 def trained(folder: Path, about: Knowledge, name: str, *, seconds: float = 1.0) -> None:
     """Leave what a finished training of the stage `name` leaves."""
     stage = about.pipeline.stage(name)
-    about.state.keep(name, Known(inputs=about.inputs(stage), study=f"{name}-study", trial=2))
+    about.state.keep(name, KnownStage(inputs=about.inputs(stage), study=f"{name}-study", trial=2))
     (output := folder / f"{name}-output").mkdir(exist_ok=True)
     write_json(about.state.home(name) / "final.json", {"output_dir": str(output), "seconds": seconds})
 

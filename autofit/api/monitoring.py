@@ -12,7 +12,7 @@ from autofit.hardware.usage import CardUse, HostUse, ProcessUse, card_uses, comm
 from autofit.probing.at_work import AtWork, pid_of_job, probes_at_work
 from autofit.space.describe import describe_changes
 from autofit.watching.contract import Row
-from autofit.watching.progress import Progress
+from autofit.watching.progress import RunProgress
 
 
 class Originals:
@@ -113,7 +113,7 @@ class Run:
     trial: int
     device: str
     state: str
-    progress: Progress | None
+    progress: RunProgress | None
     contract: tuple[Row, ...]  # promised against actual
     kept: bool | None
     verdict: str

@@ -15,7 +15,7 @@ from autofit.hardware.nvml import why_none
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.promotion.run_folder import RunFolder
-from autofit.promotion.stages import Inputs, Known, State, base_of, inputs_of
+from autofit.promotion.stages import Inputs, KnownStage, State, base_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage
 
 # The arguments of a search that a pipeline may set, with what they are where it does not.
@@ -44,7 +44,7 @@ class Knowledge:
         state = State.read(folder, pipeline.name)
         return cls(pipeline=pipeline, state=state, given=given, search=search, trainers=trainers)
 
-    def known(self, stage: Stage) -> Known | None:
+    def known(self, stage: Stage) -> KnownStage | None:
         """The study and trial of `stage`; None before its search has ended."""
         return self.state.stages.get(stage.name)
 

@@ -18,7 +18,7 @@ from itertools import combinations
 from autofit.errors import Cancelled, ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
-from autofit.forecast.change import Card, Change, Probe, Tell, Trier
+from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
 from autofit.forecast.ending import Ending
 from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
 from autofit.forecast.margin import roomy_bytes
@@ -43,7 +43,7 @@ class Advice:
     proven: bool = False  # without such a change: whether all settings at their strongest values do not fit either
     untried: tuple[Change, ...] = ()  # that failed when they were tried, for another reason than memory
     faster: tuple[Change, ...] = ()  # the highest tier first, then the fastest
-    card: Card | None = None  # the smallest other card that runs the recipe as it is
+    card: OtherCard | None = None  # the smallest other card that runs the recipe as it is
     ending: Ending | None = None  # what ended the search for it early; None where it came to its end
 
 

@@ -131,7 +131,7 @@ class Trier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class OtherCard:
     """A card, and the recipe's bytes and seconds on it."""
 
     name: str
@@ -148,7 +148,9 @@ class Card:
         return {**asdict(self), "options": self.options}
 
 
-def other_card(result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Device, int], ProbeResult]) -> Card | None:
+def other_card(
+    result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Device, int], ProbeResult]
+) -> OtherCard | None:
     """The smallest card that runs the recipe of `result` with room: smaller where it fits so now, larger where not.
 
     `probe_on` simulates the recipe on a card (device, capacity). None where no such card is known.
@@ -159,7 +161,7 @@ def other_card(result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Dev
     found = probe_on(f"sim:{spec.name}", spec.capacity_bytes)
     if found.status is not ProbeStatus.FIT or is_tight(found, spec.capacity_bytes):
         return None
-    return Card(
+    return OtherCard(
         name=spec.name, capacity_bytes=spec.capacity_bytes, device_used_bytes=found.device_used_bytes or 0,
         shown_bytes=shown_bytes(found, spec.capacity_bytes)[0], step_s=found.median_step_s,
     )  # fmt: skip

@@ -30,7 +30,7 @@ _HOUR_S = 3600.0
 _SOLD = 8 << 30  # cards are sold in multiples of 8 GB, of which drivers keep up to an eighth
 
 
-class Verdict(StrEnum):
+class OfferVerdict(StrEnum):
     FITS = "fits"
     TIGHT = "tight"  # it does as predicted, with less to spare than the prediction may be off
     OVER = "does not fit"
@@ -44,7 +44,7 @@ class Offer:
     card: str
     count: int
     capacity_bytes: int  # of one card
-    verdict: Verdict
+    verdict: OfferVerdict
     changes: Mapping[str, object] = field(default_factory=dict)
     tier: Tier = TIERS[0]
     batch: Mapping[str, object] = field(default_factory=dict)  # {key: value} of one rank, which `changes` may not name
@@ -81,7 +81,7 @@ class Offer:
 
     @property
     def fits(self) -> bool:
-        return self.verdict is Verdict.FITS
+        return self.verdict is OfferVerdict.FITS
 
     @property
     def words(self) -> str:
@@ -114,7 +114,7 @@ class Choice:
 
 def choice(offers: Sequence[Offer]) -> Choice:
     """The cheapest, the fastest and the smallest offer that fit; tight ones count where nothing fits."""
-    fitting = [o for o in offers if o.fits] or [o for o in offers if o.verdict is Verdict.TIGHT]
+    fitting = [o for o in offers if o.fits] or [o for o in offers if o.verdict is OfferVerdict.TIGHT]
     best = min((TIERS.index(o.tier) for o in fitting), default=0)
     pool = [o for o in fitting if TIERS.index(o.tier) == best]
     timed = [o for o in pool if not o.is_lower_bound] or pool
@@ -217,8 +217,8 @@ class Shop:
             row.missed.append((result.least_capacity_bytes or result.device_used_bytes or 0, rung))
             return None
         if not is_tight(result, row.spec.capacity_bytes):
-            return self._made(row, rung, result, Verdict.FITS)
-        tight = self._made(row, rung, result, Verdict.TIGHT)
+            return self._made(row, rung, result, OfferVerdict.FITS)
+        tight = self._made(row, rung, result, OfferVerdict.TIGHT)
         row.tight = min(row.tight or tight, tight, key=lambda offer: offer.device_used_bytes or 0)
         return None
 
@@ -259,7 +259,7 @@ class Shop:
         held = self._held.setdefault(rung.key, {})
         held[spec.compute_capability] = min(held.get(spec.compute_capability, needs), needs - spec.context_bytes)
 
-    def _made(self, row: "_Row", rung: Rung, result: ProbeResult, verdict: Verdict) -> Offer:
+    def _made(self, row: "_Row", rung: Rung, result: ProbeResult, verdict: OfferVerdict) -> Offer:
         step_s = result.median_step_s
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
@@ -278,7 +278,7 @@ class Shop:
             return self._none(row.spec, row.count, row.problem or "nothing could be simulated")
         failed = f"; not simulated: {row.problem}" if row.problem else ""
         return Offer(
-            card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=Verdict.OVER,
+            card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=OfferVerdict.OVER,
             changes=rung.changes, tier=rung.tier, batch=row.batch(rung), device_used_bytes=least,
             usd_per_hour=self._usd(row.spec, row.count),
             reason=f"the smallest change tried needs {format_bytes(least)} a card{failed}",
@@ -286,7 +286,7 @@ class Shop:
 
     def _none(self, spec: GpuSpec, count: int, reason: str) -> Offer:
         return Offer(
-            card=spec.name, count=count, capacity_bytes=spec.capacity_bytes, verdict=Verdict.NONE, reason=reason,
+            card=spec.name, count=count, capacity_bytes=spec.capacity_bytes, verdict=OfferVerdict.NONE, reason=reason,
             usd_per_hour=self._usd(spec, count),
         )  # fmt: skip
 

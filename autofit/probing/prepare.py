@@ -19,7 +19,7 @@ from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import check_early, code_hash
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
 from autofit.recipe.profile import profile
@@ -152,7 +152,7 @@ def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
     return with_launch(replace(recipe, notes=notes), replace(recipe.launch, machines=machines))
 
 
-def _end_of(ending: Ending) -> str:
+def _end_of(ending: ProcessEnding) -> str:
     """How the process that read a recipe ended without an answer, in words."""
     if ending.deadline_passed:
         return f"took more than {_INSPECTION_S:.0f} s"

@@ -16,7 +16,7 @@ from autofit.hardware.hardware import Device, choose_device, gpus, slices_fault
 from autofit.hardware.nvml import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
-from autofit.recipe.server import Server, needs_server
+from autofit.recipe.server import RolloutServer, needs_server
 
 _NAMES_FILES = re.compile(r"dataset|data_files|data_dir|model_name_or_path|reward|teacher|tokenizer|chat_template_path")
 _IS_A_PATH = re.compile(r"(/|\./|\.\./|~/).*|.*\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|jinja)")
@@ -163,7 +163,7 @@ def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> N
 def server_of(
     resolved: Mapping[str, object], values: Mapping[str, object], device: Device, executor: Executor, *,
     say: Callable[[str], None] = lambda _: None,
-) -> Server | None:  # fmt: skip
+) -> RolloutServer | None:  # fmt: skip
     """The vLLM server that the job of the run starts, and where; None where the recipe has none, or the user starts it.
 
     On this machine a recipe says that it has cards for its server (`launch.server_ranks`). Raises ConfigError for one
@@ -172,7 +172,7 @@ def server_of(
     launch = Launch.of(values)
     if not needs_server(resolved, values) or not (executor.is_cluster or (device == "cuda" and launch.server_ranks)):
         return None
-    server = Server.of(values)
+    server = RolloutServer.of(values)
     cards = f"{server.cards} card{'s' if server.cards > 1 else ''}"
     place = f"{cards} of this machine"
     if executor.is_cluster:
@@ -182,7 +182,7 @@ def server_of(
     return server
 
 
-def for_slurm(executor: Executor, launch: Launch, device: Device, server: Server | None = None) -> Executor:
+def for_slurm(executor: Executor, launch: Launch, device: Device, server: RolloutServer | None = None) -> Executor:
     """`executor` with what the run needs and nobody asked for: its nodes, and a card for each rank.
 
     A server has a node of its own. Slurm gives all nodes of a job as many cards as the one that needs most.

@@ -30,7 +30,7 @@ def needs_server(resolved: Mapping[str, object], values: Mapping[str, object]) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class RolloutServer:
     """A vLLM server on `cards`: copies of the model, each on `tensor_parallel` cards, as predictions have them.
 
     It is to answer within `timeout_s` of its start.
@@ -50,7 +50,7 @@ class Server:
             )
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> "Server":
+    def of(cls, values: Mapping[str, object]) -> "RolloutServer":
         """The server of the recipe `values`. Raises ConfigError."""
         parallel = _count(values, "vllm_tensor_parallel_size")
         options = [f"--{option}={values[key]}" for key, option in _OPTIONS.items() if values.get(key) is not None]

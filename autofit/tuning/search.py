@@ -107,7 +107,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """The state of a search, shown while it runs."""
 
     trials: tuple[Trial, ...]
@@ -200,7 +200,7 @@ class Search:
         self.study = study
         self._setup = plan.setup(server_socket=server_socket)
         self._launcher = launcher or Launcher()
-        self.on_progress: Callable[[Progress], None] | None = None
+        self.on_progress: Callable[[SearchProgress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
         self.on_note: Callable[[str], None] = lambda _: None
         sampler = study.sampler
@@ -429,7 +429,7 @@ class Search:
             else:
                 requeue(self.study, frozen)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> SearchProgress:
         trials = self._trials()
         elapsed_s = time.monotonic() - self._began
         done = [t for t in trials if t.result is not None]
@@ -439,7 +439,7 @@ class Search:
             left_s = sum(walls) / len(walls) * max(0, self.plan.max_trials - len(done)) / self.plan.parallel
         if self.plan.budget_s is not None:
             left_s = min(left_s or self.plan.budget_s, max(0.0, self.plan.budget_s - elapsed_s))
-        return Progress(
+        return SearchProgress(
             trials=trials,
             probing=tuple(t for t in trials if t.number in self._live),
             best=winner(trials, goal=self.plan.goal, target_bytes=self.plan.limit_bytes),
