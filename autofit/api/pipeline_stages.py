@@ -3,12 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.planning import Request, make_plan
 from autofit.api.reading import drop, fork_server
+from autofit.api.searching import search
 from autofit.errors import ConfigError, Option, option
 from autofit.hardware.hardware import gpus
 from autofit.hardware.nvml import why_none
@@ -20,10 +22,8 @@ from autofit.recipe.pipeline import Pipeline, Stage
 
 # The arguments of a search that a pipeline may set, with what they are where it does not.
 _DEFAULTS: dict[str, Any] = {
-    "target_vram": None, "headroom": None, "device": "auto", "gpu": None, "space": None, "allow": "neutral",
-    "changes": None, "prompt_tokens": None, "trials": None, "time_budget": None, "plateau": None,
-    "min_gain": 0.01, "goal": "speed", "sampler": "autofit", "measured_steps": 2, "deadline": "15m", "parallel": None,
-    "seed": 0, "study": None,
+    name: argument.default for name, argument in signature(search).parameters.items()
+    if name in Request.__slots__ and name not in ("recipe", "name", "trainer", "folder", "executor")
 }  # fmt: skip
 
 
