@@ -108,6 +108,16 @@ class Trier:
     probe: Probe
     tell: Tell
 
+    @property
+    def room_bytes(self) -> int:
+        """The most device-used bytes that leave room to spare."""
+        return roomy_bytes(self.capacity_bytes, self.device)
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the CUDA context on the card."""
+        return gpu_spec(self.device.removeprefix("sim:")).context_bytes
+
     def result(
         self, changes: Mapping[str, object], given: Mapping[str, object], *, tier: Tier, settings: int
     ) -> tuple[Change, ProbeResult]:
