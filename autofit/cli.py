@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here its errors have words
         return code
     except AutofitError as error:
-        say(f"autofit: {one_line(without_secrets(error.as_options or str(error)))}")
+        say(f"autofit: {one_line(without_secrets(error.told(str)))}")
         return WRONG_USAGE
     except KeyboardInterrupt:
         say("autofit: interrupted; run the same command again to go on")
@@ -92,4 +92,4 @@ def _os_error(error: OSError) -> str:
 
     if error.filename is None and error.errno in _OF_OUTPUT:
         return f"the output cannot be written: {error.strerror}; what the command did is kept, so run it again"
-    return cannot_write(Path(str(error.filename or ".")), error)
+    return str(cannot_write(Path(str(error.filename or ".")), error))

@@ -1,15 +1,53 @@
 """The errors a user can cause. Each message names the requirement, the given value and the change that helps."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 MOST_OF_A_LINE = 300  # characters of an error
+_MARKED = re.compile("\x02([a-z_-]+)=(.*?)\x03")  # an option in the text of an error
 
 
 class AutofitError(Exception):
-    """Base of all errors that autofit reports in one line with exit code 2, without a traceback."""
+    """Base of all errors that autofit reports in one line with exit code 2, without a traceback.
 
-    as_options: str | None = None  # the text with the command line's options in it, where it names arguments instead
+    Its text names options by `option(...)`, and whoever reads it chooses the words for them.
+    """
+
+    named: "Callable[[Option], str] | None" = None  # an option in `str`; None: as the command line has it
+
+    def __str__(self) -> str:
+        return self.told(self.named or Option.__str__)
+
+    @property
+    def marked(self) -> str:
+        """The text with its options marked, for another error, or the answer of another process, to take it up."""
+        return super().__str__()
+
+    @property
+    def options(self) -> "tuple[Option, ...]":
+        """The options that the text names, each with the value that it proposes or refuses."""
+        return tuple(Option(*found.groups()) for found in _MARKED.finditer(self.marked))
+
+    def told(self, named: "Callable[[Option], str]") -> str:
+        """The text, with each option as `named` says it."""
+        return _MARKED.sub(lambda found: named(Option(*found.groups())), self.marked)
+
+
+class Option(NamedTuple):
+    """An option of the command line in the text of an error: `--gpu NAME`."""
+
+    name: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"--{self.name} {self.value}".rstrip()
+
+
+def option(name: str, value: str = "") -> str:
+    """An option, with a value or the word for one, for the text of an error: marked for who reads it."""
+    return f"\x02{name}={value}\x03"
 
 
 class ConfigError(AutofitError, ValueError):
@@ -27,17 +65,11 @@ class EnvironmentFault(AutofitError):
 def nearest(given: str, known: Iterable[str]) -> str:
     """`"; the nearest valid one is 'x'"` if one of `known` is close to `given`, else an empty string."""
     names = list(known)
-    close = difflib.get_close_matches(given, names, n=8, cutoff=0.6) or [
-        name for name in difflib.get_close_matches(given, names, n=8, cutoff=0.5) if _akin(given, name)
-    ]
+    parts = [name for name in names if len(given) > 3 and given in name]  # reshard: fsdp_reshard_after_forward
+    close = difflib.get_close_matches(given, names, n=8) or parts
     # A name that contains the given one, or is contained in it, comes first: lora_r for lora_rank.
     close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))
     return f"; the nearest valid one is {close[0]!r}" if close and close[0] != given else ""
-
-
-def _akin(given: str, name: str) -> bool:
-    """Whether one name has the other in it, or both begin alike; without that, half of the letters is chance."""
-    return given in name or name in given or given[:4] == name[:4]
 
 
 def printable(text: str, most: int) -> str:

@@ -15,11 +15,11 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, cast
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 
 _LAST_BYTES = 4096  # of a log, which hold its last line
 
@@ -96,7 +96,7 @@ def write_atomically(path: Path, text: str) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise EnvironmentFault(cannot_write(path, error)) from error
+        raise cannot_write(path, error) from error
 
 
 def _check_replaceable(path: Path) -> None:
@@ -105,7 +105,7 @@ def _check_replaceable(path: Path) -> None:
         if not stat.S_ISREG(mode):
             raise EnvironmentFault(
                 f"cannot write {path}: it must be a file, and is {kind_of(mode)}; move it away, or choose another "
-                f"place (--dir, --out)"
+                f"place ({option('dir')}, {option('out')})"
             )
 
 
@@ -114,14 +114,16 @@ def is_full(folder: Path) -> bool:
     return shutil.disk_usage(folder).free < 10**6
 
 
-def cannot_write(path: Path, error: OSError) -> str:
-    """One line: the reason why `path` could not be written, and the change that helps."""
+def cannot_write(path: Path, error: OSError) -> EnvironmentFault:
+    """The error of a `path` that could not be written: the reason, and the change that helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         left = "no space left" if error.errno == errno.ENOSPC else "your disk quota leaves no space"  # df shows some
-        return f"{left} to write {path}; free some space or choose another folder (--dir)"
+        return EnvironmentFault(f"{left} to write {path}; free some space or choose another folder ({option('dir')})")
     if error.errno == errno.EISDIR:
-        return f"cannot write {path}: it must be a file, and is a folder; move that away"
-    return f"cannot write {path}: {error.strerror or error}; choose another place (--dir, --out)"
+        return EnvironmentFault(f"cannot write {path}: it must be a file, and is a folder; move that away")
+    return EnvironmentFault(
+        f"cannot write {path}: {error.strerror or error}; choose another place ({option('dir')}, {option('out')})"
+    )
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -192,7 +194,8 @@ def check_is_own(folder: Path, *, say: Callable[[str], None]) -> None:
         return
     fix = "" if folder.stat().st_uid != os.geteuid() else f"run `chmod go-w {folder}`, or "
     raise ConfigError(
-        f"{what}, so they could run code as you; {fix}choose another folder with --dir (a new one is yours alone)"
+        f"{what}, so they could run code as you; {fix}choose another folder with {option('dir')} (a new one is yours "
+        "alone)"
     )
 
 
@@ -306,3 +309,34 @@ def _delete_ownerless(folder: Path) -> None:
 def _opened(path: Path) -> IO[str]:
     """The file for its lock; OSError where there is none: the folder is no scratch folder."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
+
+
+# ------------------------------------------------------------------------------------------ logs that grow without end
+
+MOST_LOG_BYTES = 2**26  # a probe of TRL's trainers writes some KB
+_KEPT_BYTES = 2**20
+_END_BYTES = 10_000  # read of a log's end
+_LEFT_OUT = b"\n... left out by autofit, as the log was longer than 64 MiB ...\n"
+
+
+def keep_small(logs: Iterable[str | os.PathLike[str]]) -> None:
+    """Cut each log of more than 64 MiB down to its first MiB; who writes must append (O_APPEND)."""
+    for log in logs:
+        try:
+            if os.stat(log).st_size > MOST_LOG_BYTES:
+                with open(log, "r+b") as file:
+                    file.seek(_KEPT_BYTES)
+                    file.write(_LEFT_OUT)
+                    file.truncate()
+        except OSError:  # not there yet, or on a disk that fails
+            continue
+
+
+def end_of(log: Path) -> str:
+    """The last lines of a log; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _END_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -155,7 +155,7 @@ def fit_check(
 
     costs, _ = host_costs(f"sim:{spec.name}")
     with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
-        loop = Loop(card)
+        loop = CheckedLoop(card)
         loop.run(build, step, steps)
         return loop.result(target_bytes)
 
@@ -259,7 +259,7 @@ def _mover(model: "torch.nn.Module") -> "Callable[[FakeGpu], object]":
 
 
 # ---------------------------------------------------------------------- the run
-class Loop:
+class CheckedLoop:
     """One run of a training loop on a simulated card."""
 
     def __init__(self, card: "FakeGpu") -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from autofit.errors import ConfigError, quoted
-from autofit.fitcheck import FitCheck, Loop, checked_card
+from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +51,12 @@ def fit_script(
 
         costs, _ = host_costs(f"sim:{spec.name}")
         with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
-            loop = Loop(card)
+            loop = CheckedLoop(card)
             _run(script, list(arguments), card, loop, steps)
             return loop.result(target_bytes)
 
 
-def _run(script: Path, arguments: list[str], card: "FakeGpu", loop: Loop, steps: int) -> None:
+def _run(script: Path, arguments: list[str], card: "FakeGpu", loop: CheckedLoop, steps: int) -> None:
     import torch
 
     asked: list[str] = []  # hosts that the script wanted to reach
@@ -92,7 +92,7 @@ def _run(script: Path, arguments: list[str], card: "FakeGpu", loop: Loop, steps:
 
 
 @contextmanager
-def _counted(card: "FakeGpu", loop: Loop, steps: int) -> Iterator[None]:
+def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int) -> Iterator[None]:
     """Count the optimizer's steps, each a phase of the card, and end the script after the last."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

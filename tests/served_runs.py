@@ -6,7 +6,7 @@ import tiny
 import yaml
 
 from autofit.files import read_json, write_json
-from autofit.promotion.ladder import Ladder
+from autofit.promotion.ladder import RescueLadder
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
 
@@ -17,7 +17,7 @@ def folder_of_run(home: Path, model: Path, launch: Launch | None = None, **chang
     path = tiny.write_recipe(home, model, use_vllm=True, vllm_mode="server", use_peft=False, **changes)
     values = {**yaml.safe_load(path.read_text()), "use_cpu": True}
     values |= {} if launch is None else {LAUNCH: launch.to_values()}
-    ladder = Ladder(  # of a micro-batch that cannot be smaller: an OOM is met with the same settings
+    ladder = RescueLadder(  # of a micro-batch that cannot be smaller: an OOM is met with the same settings
         trial=0, trainer="grpo", device="cpu", keys=BatchKeys(length="max_length"), compared=(), values=values,
         resolved={**values, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     )  # fmt: skip

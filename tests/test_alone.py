@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autofit.files import write_json
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.promotion import job
 from autofit.promotion.job import run_promoted
 
@@ -51,9 +51,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(job, "_DYING_S", 0.0)
     monkeypatch.setattr(job, "listen", lambda _: None)
 
-    def trains(path: Path, *_: object, **__: object) -> Ending:
+    def trains(path: Path, *_: object, **__: object) -> ProcessEnding:
         found.append(str(path))
-        return Ending(exit_code=0)
+        return ProcessEnding(exit_code=0)
 
     monkeypatch.setattr(job, "train_to_the_end", trains)
     return found

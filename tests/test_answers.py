@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autofit.files import write_json
-from autofit.probing import job, log_size
+from autofit import files
+from autofit.files import keep_small, write_json
+from autofit.probing import job
 from autofit.probing.launch import Launcher
-from autofit.probing.log_size import keep_small
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import lives, note_of
 
@@ -27,8 +27,8 @@ def test_an_answer_that_cannot_be_read_is_a_lost_probe(tmp_path: Path, text: str
 
 
 def test_a_log_that_grows_without_end_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_size, "MOST_BYTES", 3000)
-    monkeypatch.setattr(log_size, "_KEPT_BYTES", 1000)
+    monkeypatch.setattr(files, "MOST_LOG_BYTES", 3000)
+    monkeypatch.setattr(files, "_KEPT_BYTES", 1000)
     path = tmp_path / "probe.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"first\n" + b"x" * 5000)

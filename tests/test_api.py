@@ -16,8 +16,9 @@ import yaml
 
 import autofit
 from autofit.api import Event, Progress, SearchResult
-from autofit.api.arguments import as_arguments
-from autofit.errors import AutofitError, ConfigError
+from autofit.api.arguments import as_argument
+from autofit.cli import main
+from autofit.errors import AutofitError, ConfigError, Option, option
 from autofit.files import write_json
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
@@ -179,9 +180,19 @@ class FakeServer:
         """Was never started."""
 
 
-def test_what_is_no_option_of_the_command_line_keeps_its_name() -> None:
-    assert as_arguments("run it with: trl grpo --config x --dry-run") == "run it with: trl grpo --config x --dry-run"
-    assert as_arguments("--set lora_r=8, --dir DIR, --study-of x") == "changes lora_r=8, folder, --study-of x"
+def test_an_error_carries_its_options_for_whoever_reads_it() -> None:
+    inner = ConfigError(f"give {option('gpu', 'h100')}, {option('prompt-tokens', 'N')} or another {option('dir')}")
+    error = ConfigError(f"stage a: {inner.marked}; `trl grpo --config x`")
+    assert error.options == (Option("gpu", "h100"), Option("prompt-tokens", "N"), Option("dir", ""))
+    assert str(error) == "stage a: give --gpu h100, --prompt-tokens N or another --dir; `trl grpo --config x`"
+    assert error.told(as_argument) == "stage a: give gpu='h100', prompt_tokens or another folder; `trl grpo --config x`"
+
+
+def test_a_command_reads_the_options_of_an_error_of_the_api(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^target_vram: "):
+        autofit.estimate({}, target_vram="3")
+    assert main(["estimate", "--target-vram", "3"]) == 2
+    assert "autofit: --target-vram: an amount of memory" in capsys.readouterr().err
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from autofit.errors import ConfigError
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
+from autofit.recipe.profile import TAKEN_BY, TRAINERS
 from autofit.recipe.recipe import TrainerName
-from autofit.recipe.starting import TAKEN_BY, TRAINERS
 
 
 def change(path: Path, **changes: object) -> Path:

@@ -10,8 +10,7 @@ from recipes import grpo_recipe, trl_facts
 
 from autofit.api.lower_tiers import Outside, outside, outside_lines, outside_of
 from autofit.fakegpu.specs import gpu_spec
-from autofit.forecast.cards import other_card
-from autofit.forecast.change import Change, Trier
+from autofit.forecast.change import Change, Trier, other_card
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import MICRO, Levers

@@ -255,14 +255,14 @@ def test_rloos_rollout_is_claimed_neutral_where_its_gradient_is(
     normalised: bool, tier: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     from autofit.proof.proof import ROUNDING
-    from autofit.proof.worker import Proof
+    from autofit.proof.worker import GradientProof
 
     values = {"model_name_or_path": str(tiny_model), "dataset_name": "none", "reward_funcs": ["a.b"],
               "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
               "num_generations": 4, "normalize_advantages": normalised}  # fmt: skip
     smaller = {**values, "steps_per_generation": 1}
     split = {**values, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 8}
-    proof = Proof("rloo", {"baseline": values, "candidate": smaller, "split": split}, tmp_path)
+    proof = GradientProof("rloo", {"baseline": values, "candidate": smaller, "split": split}, tmp_path)
     assert proof.difference("split").relative < ROUNDING
     assert (proof.difference("candidate").relative < ROUNDING) is (tier == "neutral")
     assert rloo_tiers(values).get("steps_per_generation", "neutral") == tier

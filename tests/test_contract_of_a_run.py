@@ -20,7 +20,7 @@ from autofit.probing.supervise import note_of
 from autofit.promotion import place
 from autofit.promotion.place import training_device
 from autofit.tuning.comparison import NOISE_FRAC
-from autofit.watching.card_memory import CardUse
+from autofit.watching.card_memory import CardPeak
 from autofit.watching.contract import Actual, Promise, Row, contract, contract_of, verdict, verdict_of
 from autofit.watching.contract_watcher import ContractWatcher
 from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress
@@ -207,7 +207,7 @@ def test_on_a_card_the_bytes_outside_the_allocator_are_added_and_asked_for_once_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = iter((3 * 10**8, 5 * 10**8))
-    monkeypatch.setattr("autofit.watching.contract_watcher._card_use", lambda: CardUse(lambda: next(outside)))
+    monkeypatch.setattr("autofit.watching.contract_watcher._card_use", lambda: CardPeak(lambda: next(outside)))
     monkeypatch.setattr("autofit.watching.contract_watcher._device_name", lambda device: CPU)
     clock = iter((0.0, 0.4, 1.2, 1.3))
     monkeypatch.setattr("autofit.watching.card_memory.time.monotonic", lambda: next(clock))

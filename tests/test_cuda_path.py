@@ -25,10 +25,10 @@ from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
 from autofit.probing.memory import CpuMemory, CudaMemory
 from autofit.probing.oom import exited_for_oom, is_oom
-from autofit.probing.phases import Recorder, StepClock
+from autofit.probing.phases import PhaseRecorder, StepClock
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.trainers import grpo
 from autofit.trainers.common import random_checkpoint, random_model
 
@@ -93,9 +93,9 @@ def test_the_child_that_inspects_a_recipe_sees_one_of_the_cards(
     path = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
     asked: dict[str, Any] = {}
 
-    def refuse(message: dict[str, Any]) -> Ending:
+    def refuse(message: dict[str, Any]) -> ProcessEnding:
         asked.update(message)
-        return Ending(exit_code=1)
+        return ProcessEnding(exit_code=1)
 
     server: Any = SimpleNamespace(call=refuse)
     with pytest.raises(EnvironmentFault, match="exit code 1"):
@@ -189,7 +189,7 @@ def test_steps_too_short_for_a_cards_power_are_measured_in_more_rounds(
     monkeypatch.setattr(memory, "now_s", lambda: now_s)
     monkeypatch.setattr(memory, "least_measured_s", 1.0)
     run = SimpleNamespace(scoring_share=0.0)
-    clock = StepClock(run, Recorder(memory, tmp_path / "phase"), memory, measure_after=0, round_of=round_of)
+    clock = StepClock(run, PhaseRecorder(memory, tmp_path / "phase"), memory, measure_after=0, round_of=round_of)
     stops = 0
     while not stops:
         clock.step_begins(len(clock.step_s))
@@ -205,7 +205,7 @@ def test_a_reference_scored_before_training_counts_without_the_pass_that_loads_t
     now_s = 0.0
     memory = CpuMemory(None)
     monkeypatch.setattr(memory, "now_s", lambda: now_s)
-    recorder = Recorder(memory, tmp_path / "phase")
+    recorder = PhaseRecorder(memory, tmp_path / "phase")
     clock = StepClock(SimpleNamespace(scoring_share=2.0), recorder, memory, measure_after=0, round_of=1)
     for seconds in (9.0, 0.25):
         before = recorder.enter(SCORING)
@@ -382,7 +382,7 @@ def test_a_library_that_exits_for_want_of_memory_is_an_oom(tmp_path: Path, last:
     assert not exited_for_oom(request.log_path)
     request.log_path.write_text("step 1\n" * 2000 + last)
     request.phase_path.write_text("optimizer")
-    result = classified(Ending(exit_code=1), request)
+    result = classified(ProcessEnding(exit_code=1), request)
     assert result.status is status
     assert result.cause is (None if status is ProbeStatus.OOM else Cause.EXITED)
     assert result.oom_phase == ("optimizer" if status is ProbeStatus.OOM else None)

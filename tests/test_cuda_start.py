@@ -21,7 +21,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Next, to_mend, what_next
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slots
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 
 H100 = Gpu(name="NVIDIA H100", uuid="GPU-1", capacity_bytes=80 << 30)
 OF_TORCH = CudaStart(torch="2.13.0+cu130", cuda="13.0", error="CUDA error: initialization error")
@@ -134,14 +134,16 @@ def test_cards_of_which_none_works_are_named_without_asking_cuda() -> None:
     assert start_problem(Look(refused=("card 0 is left out",)), start) == "card 0 is left out"
 
 
-def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ending: Ending, meanwhile: bool) -> ProbeResult | None:
+def probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ending: ProcessEnding, meanwhile: bool
+) -> ProbeResult | None:
     """The answer of a probe that fits on the fake card; another program comes to it while it runs, if `meanwhile`."""
     (tmp_path / "probe").mkdir()
     request = ProbeRequest(folder=tmp_path / "probe", trainer="sft", values={}, device="cuda", limit_bytes=None,
                            worst_case=tmp_path / "worst", slots=(f"cuda-{Card().uuid}",))  # fmt: skip
     request.request_path.write_text(json.dumps(request.to_json()))
 
-    def kept(asked: ProbeRequest, slot_name: str, of: ProbeRequest) -> Ending:
+    def kept(asked: ProbeRequest, slot_name: str, of: ProbeRequest) -> ProcessEnding:
         fit = ProbeResult(status=ProbeStatus.FIT, device="cuda", device_used_bytes=32 * 10**9)
         asked.answer_path.write_text(json.dumps(fit.to_json()))
         if meanwhile:
@@ -156,7 +158,7 @@ def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ending: Ending, m
 def test_a_probe_beside_another_program_does_not_count_and_is_repeated_once_before_the_search_ends(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = probed(tmp_path, monkeypatch, ending=Ending(exit_code=0), meanwhile=True)
+    result = probed(tmp_path, monkeypatch, ending=ProcessEnding(exit_code=0), meanwhile=True)
     assert result is not None
     assert (result.status, result.cause, result.device_used_bytes) == (ProbeStatus.LOST, Cause.SHARED, None)
     assert what_next(result, tmp_path, attempts=1) is Next.REPEAT
@@ -165,7 +167,7 @@ def test_a_probe_beside_another_program_does_not_count_and_is_repeated_once_befo
 
 
 def test_a_probe_alone_on_its_card_counts(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = probed(tmp_path, monkeypatch, ending=Ending(exit_code=0), meanwhile=False)
+    result = probed(tmp_path, monkeypatch, ending=ProcessEnding(exit_code=0), meanwhile=False)
     assert result is not None
     assert result.status is ProbeStatus.FIT
 
@@ -175,7 +177,7 @@ def test_a_measured_probe_that_then_hangs_in_the_driver_counts_and_its_card_is_u
 ) -> None:
     aside: list[tuple[tuple[str, ...], int]] = []
     monkeypatch.setattr(job, "set_aside", lambda names, pid: aside.append((names, pid)))
-    result = probed(tmp_path, monkeypatch, ending=Ending(exit_code=-9, left_pid=1), meanwhile=True)
+    result = probed(tmp_path, monkeypatch, ending=ProcessEnding(exit_code=-9, left_pid=1), meanwhile=True)
     assert result is not None
     assert result.status is ProbeStatus.FIT
     assert aside == [((f"cuda-{Card().uuid}",), 1)]

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.proof.proof import ROUNDING
-from autofit.proof.worker import Proof
+from autofit.proof.worker import GradientProof
 from autofit.recipe.pipeline import read_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -195,7 +195,7 @@ def test_the_split_keeps_the_gradient_with_its_margins_and_leaving_them_out_does
         "before": {**values, "precompute_ref_log_probs": True},
         "plain": {**values, "margin_scale": 0.0, "relabel": False},
     }
-    proof = Proof("safe_dpo:TRAINER", recipes, tmp_path / "proof")
+    proof = GradientProof("safe_dpo:TRAINER", recipes, tmp_path / "proof")
     assert proof.difference("split").relative < ROUNDING
     assert proof.difference("before").relative < ROUNDING
     assert proof.difference("plain").relative > 0.1

@@ -95,5 +95,5 @@ def test_the_path_of_a_deepspeed_json_in_the_place_of_a_mapping_is_refused_for_e
 
 def test_a_quota_that_is_reached_is_not_told_as_a_full_disk() -> None:
     told = {number: cannot_write(Path("out"), OSError(number, "")) for number in (errno.ENOSPC, errno.EDQUOT)}
-    assert told[errno.ENOSPC].startswith("no space left to write out;")
-    assert told[errno.EDQUOT].startswith("your disk quota leaves no space to write out;")
+    assert str(told[errno.ENOSPC]).startswith("no space left to write out;")
+    assert str(told[errno.EDQUOT]).startswith("your disk quota leaves no space to write out;")

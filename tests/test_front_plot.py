@@ -15,7 +15,7 @@ from autofit.api.events import TrialResult
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeStatus
-from autofit.tracking.front_plot import Picture, front_figure, study_figure, title_of
+from autofit.tracking.front_plot import FrontPicture, front_figure, study_figure, title_of
 from autofit.tuning.record import record_of
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import load_study, trials_of
@@ -58,7 +58,7 @@ def law(plan: Plan) -> Predictions:
 
 def test_it_names_the_winner_the_baseline_the_card_the_model_and_whether_it_was_measured() -> None:
     title = title_of("s", {"model_name_or_path": "org/Qwen3-4B"}, trainer="grpo", device="A100", fidelity="predicted")
-    figure = front_figure(Picture(trials=[BASE, FAST, LEAN], title=title, **FRONT))  # type: ignore[arg-type]
+    figure = front_figure(FrontPicture(trials=[BASE, FAST, LEAN], title=title, **FRONT))  # type: ignore[arg-type]
     axes = figure.axes[0]
     assert axes.get_title(loc="left") == "Qwen3-4B GRPO on A100: predicted"
     assert {"winner: trial 1", "baseline", "2", "s; 3 probed: 3 fit"} <= set(texts(figure))
@@ -68,13 +68,13 @@ def test_it_names_the_winner_the_baseline_the_card_the_model_and_whether_it_was_
 
 
 def test_the_legend_has_only_what_is_drawn() -> None:
-    assert legend(front_figure(Picture(trials=[FAST]))) == {"probed, fits"}
-    ran_out = front_figure(Picture(trials=[FAST, OVER, CUT]))
+    assert legend(front_figure(FrontPicture(trials=[FAST]))) == {"probed, fits"}
+    ran_out = front_figure(FrontPicture(trials=[FAST, OVER, CUT]))
     assert legend(ran_out) == {"probed, fits", "out of memory", "out of memory, needs at least"}
 
 
 def test_an_oom_is_a_point_where_its_need_is_known_and_else_a_bar_from_what_it_held() -> None:
-    figure = front_figure(Picture(trials=[FAST, OVER, CUT]))
+    figure = front_figure(FrontPicture(trials=[FAST, OVER, CUT]))
     assert points(figure, "out of memory").tolist() == [[9.0, 55.0]]
     axes = figure.axes[0]
     bar = next(line for line in axes.lines if line.get_label() == "out of memory, needs at least")
@@ -86,32 +86,32 @@ def test_an_oom_is_a_point_where_its_need_is_known_and_else_a_bar_from_what_it_h
 
 def test_a_baseline_without_a_step_time_is_named_at_its_bar() -> None:
     base = replace(CUT, number=0)
-    figure = front_figure(Picture(trials=[base], baseline=base, target_bytes=30 * GB))
+    figure = front_figure(FrontPicture(trials=[base], baseline=base, target_bytes=30 * GB))
     assert "baseline" in texts(figure)
     assert list(figure.axes[0].get_xticks()) == []
 
 
 def test_a_baseline_that_wins_is_named_once() -> None:
-    figure = front_figure(Picture(trials=[BASE], front=[BASE], winner=BASE, baseline=BASE))
+    figure = front_figure(FrontPicture(trials=[BASE], front=[BASE], winner=BASE, baseline=BASE))
     assert "the winner is the baseline (trial 0)" in texts(figure)
     assert "baseline" not in texts(figure)
 
 
 def test_every_predicted_candidate_near_the_probes_is_a_grey_point_and_far_ones_are_told() -> None:
     cloud = Cloud(candidates=4, device_used_bytes=(20 * GB, 36 * GB, 900 * GB, 10 * GB), step_s=(12, 10, 10, 500))
-    figure = front_figure(Picture(trials=[BASE, FAST], predicted=cloud, **FRONT))  # type: ignore[arg-type]
+    figure = front_figure(FrontPicture(trials=[BASE, FAST], predicted=cloud, **FRONT))  # type: ignore[arg-type]
     assert sorted(points(figure, "candidates, predicted").tolist()) == [[10, 36], [12, 20]]
     assert any("4 candidates predicted, some beyond this picture" in text for text in texts(figure))
 
 
 def test_a_long_range_of_step_times_is_logarithmic() -> None:
-    assert front_figure(Picture(trials=[BASE, FAST])).axes[0].get_xscale() == "linear"
-    assert front_figure(Picture(trials=[trial(0, 400.0, 9), FAST])).axes[0].get_xscale() == "log"
+    assert front_figure(FrontPicture(trials=[BASE, FAST])).axes[0].get_xscale() == "linear"
+    assert front_figure(FrontPicture(trials=[trial(0, 400.0, 9), FAST])).axes[0].get_xscale() == "log"
 
 
 @pytest.mark.parametrize("trials", [[], [trial(0, None, 0, ProbeStatus.FAILED)], [BASE], [CUT]])
 def test_a_study_with_next_to_nothing_in_it_is_drawn(trials: list[TrialResult], tmp_path: Path) -> None:
-    front_figure(Picture(trials=trials, title="$x$ & <y>")).savefig(tmp_path / "front.png")
+    front_figure(FrontPicture(trials=trials, title="$x$ & <y>")).savefig(tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 1000
 
 

@@ -10,7 +10,7 @@ from autofit.files import write_json
 from autofit.hardware.nvml import Gpu
 from autofit.probing import job
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.tuning.frontier import Trial
 
 GB = 10**9
@@ -20,14 +20,14 @@ CARD = Gpu(name="card", uuid="GPU-0", capacity_bytes=80 * GB)
 def probed(folder: Path, *, needs_bytes: int, limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> ProbeResult:
     """The answer of a probe that needs so much on an 80 GB card under a cap of `limit_bytes`."""
 
-    def lawful(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
+    def lawful(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> ProcessEnding:
         cap = limit_bytes if request.capped else CARD.capacity_bytes
         result = ProbeResult(status=ProbeStatus.OOM, device="cuda", device_used_bytes=cap, oom_phase="update")
         if needs_bytes <= cap:
             status = ProbeStatus.FIT if needs_bytes <= limit_bytes else ProbeStatus.OOM
             result = replace(result, status=status, device_used_bytes=needs_bytes, step_s=(1.0,))
         write_json(request.answer_path, result.to_json())
-        return Ending(exit_code=0)
+        return ProcessEnding(exit_code=0)
 
     monkeypatch.setattr(job, "_keep", lawful)
     monkeypatch.setattr(job, "gpu_of_slot", lambda name: CARD)

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from autofit.cli import main
-from autofit.recipe.profile import profile
-from autofit.recipe.starting import TRAINERS, recipe_text, trainer_of
+from autofit.recipe.profile import TRAINERS, profile, recipe_text, trainer_of
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

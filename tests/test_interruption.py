@@ -26,10 +26,10 @@ from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.promotion.checkpoints import PassedOver, checkpoints, last_checkpoint, prove
 from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.reports import Recorder
+from autofit.promotion.reports import RunRecorder
 from autofit.promotion.run_folder import ending_of, write_ending
 from autofit.tuning.search import Search, open_study
 from autofit.watching.events import Kind, RunEvent, append_line, events_of, read_progress
@@ -53,7 +53,7 @@ def train(folder: Path, values: dict[str, object], server: ForkServer) -> dict[s
     return read_json(folder / "final.json")
 
 
-def start(folder: Path, values: dict[str, object], server: ForkServer, entry: str = "run") -> Ending:
+def start(folder: Path, values: dict[str, object], server: ForkServer, entry: str = "run") -> ProcessEnding:
     """The end of the process of a promoted run in `folder`."""
     request = write_request(folder, values)
     return server.call(
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_passed_over_too(
 
 def signalled(folder: Path, values: dict[str, object], server: ForkServer, number: signal.Signals) -> tuple[int, int]:
     """Send a signal to the training in `folder` once it has made two more steps: (its exit code, its steps)."""
-    endings: list[Ending] = []
+    endings: list[ProcessEnding] = []
     (folder / "pid").unlink(missing_ok=True)
     before = max((int(str(line["step"])) for line in read_progress(folder)), default=0)
     thread = threading.Thread(target=lambda: endings.append(start(folder, values, server, "run_listening")))
@@ -354,26 +354,26 @@ def test_promote_on_a_full_disk_is_one_clear_error(small_disk: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        (Ending(exit_code=-9), "killed by signal 9, perhaps by the host's out-of-memory killer"),
-        (Ending(exit_code=-9, kernel_oom=True), "killed by the kernel, as the machine had no memory left"),
-        (Ending(exit_code=-11), "killed by signal 11 (SIGSEGV)"),
-        (Ending(exit_code=3), "its process ended with exit code 3"),
+        (ProcessEnding(exit_code=-9), "killed by signal 9, perhaps by the host's out-of-memory killer"),
+        (ProcessEnding(exit_code=-9, kernel_oom=True), "killed by the kernel, as the machine had no memory left"),
+        (ProcessEnding(exit_code=-11), "killed by signal 11 (SIGSEGV)"),
+        (ProcessEnding(exit_code=3), "its process ended with exit code 3"),
     ],
 )
-def test_why_a_run_ended_is_said(tmp_path: Path, ending: Ending, reason: str) -> None:
+def test_why_a_run_ended_is_said(tmp_path: Path, ending: ProcessEnding, reason: str) -> None:
     write_ending(tmp_path, ending)
     assert ending_of(tmp_path) == reason
 
 
 def test_a_run_that_was_asked_to_end_says_so(tmp_path: Path) -> None:
     ask_to_end(tmp_path)
-    write_ending(tmp_path, Ending(exit_code=0))
+    write_ending(tmp_path, ProcessEnding(exit_code=0))
     assert ending_of(tmp_path) == "asked to end"
 
 
 def test_a_run_that_is_done_or_has_failed_needs_no_other_reason(tmp_path: Path) -> None:
     write_json(tmp_path / "failed.json", {"reason": "a reward raised"})
-    write_ending(tmp_path, Ending(exit_code=1))
+    write_ending(tmp_path, ProcessEnding(exit_code=1))
     assert ending_of(tmp_path) is None
 
 
@@ -414,11 +414,11 @@ class _FakeRun(TransformersRun):
         return (checkpoint / "a.json").exists()
 
 
-def recorder_in(folder: Path) -> Recorder:
+def recorder_in(folder: Path) -> RunRecorder:
     """A recorder of a run that has just begun."""
     watched = Watched(folder=folder, trainer="sft", values={}, device="cpu", generates=False, samples_per_step=1,
                       first_step=0, last_step=100)  # fmt: skip
-    return Recorder(_FakeRun(), watched, [])
+    return RunRecorder(_FakeRun(), watched, [])
 
 
 def saved(home: Path, step: int) -> Path:

@@ -15,7 +15,7 @@ from autofit.probing.job import classified
 from autofit.probing.rank_probes import PORT_IS_TAKEN, joined_answer, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slots
-from autofit.probing.supervise import Ending, RanksEnded
+from autofit.probing.supervise import ProcessEnding, RanksEnded
 from autofit.recipe.launch import LAUNCH, Launch, check_on_cpu
 from autofit.trainers.examples.two_rewards import TRAINER
 
@@ -25,8 +25,12 @@ FIT = ProbeResult(
 )  # fmt: skip
 OOM = ProbeResult(status=ProbeStatus.OOM, device="cpu", reason="too much", oom_phase="update", device_used_bytes=120)
 RAISED = ProbeResult(status=ProbeStatus.FAILED, device="cpu", reason="connection closed by peer", cause=Cause.RAISED)
-ENDED, KILLED, GIVEN_UP = Ending(exit_code=0), Ending(exit_code=-signal.SIGKILL), Ending(exit_code=1)
-ENDED_TOO = Ending(exit_code=-signal.SIGKILL, abandoned=True)  # by the keeper, as another one had failed
+ENDED, KILLED, GIVEN_UP = (
+    ProcessEnding(exit_code=0),
+    ProcessEnding(exit_code=-signal.SIGKILL),
+    ProcessEnding(exit_code=1),
+)
+ENDED_TOO = ProcessEnding(exit_code=-signal.SIGKILL, abandoned=True)  # by the keeper, as another one had failed
 
 
 def requests_of(folder: Path, count: int = 2) -> list[ProbeRequest]:
@@ -38,7 +42,7 @@ def requests_of(folder: Path, count: int = 2) -> list[ProbeRequest]:
 
 
 def joined(
-    folder: Path, answers: list[ProbeResult | None], endings: list[Ending], first: int | None = None
+    folder: Path, answers: list[ProbeResult | None], endings: list[ProcessEnding], first: int | None = None
 ) -> ProbeResult:
     requests = requests_of(folder, len(answers))
     for request, answer in zip(requests, answers, strict=True):
@@ -73,7 +77,7 @@ def test_ranks_over_the_target_after_a_whole_run_are_an_oom_with_their_seconds(t
 
 @pytest.mark.parametrize("others", [(None, ENDED_TOO), (RAISED, GIVEN_UP)])
 def test_a_kill_of_one_rank_is_no_evidence_about_the_candidate(
-    others: tuple[ProbeResult | None, Ending], tmp_path: Path
+    others: tuple[ProbeResult | None, ProcessEnding], tmp_path: Path
 ) -> None:
     found = joined(tmp_path, [others[0], None], [others[1], KILLED], first=1)
     assert (found.status, found.cause, found.rank) == (ProbeStatus.LOST, Cause.KILLED, 1)
@@ -82,7 +86,7 @@ def test_a_kill_of_one_rank_is_no_evidence_about_the_candidate(
 
 
 def test_a_crash_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
-    crashed = Ending(exit_code=-signal.SIGSEGV)
+    crashed = ProcessEnding(exit_code=-signal.SIGSEGV)
     found = joined(tmp_path, [None, RAISED], [crashed, GIVEN_UP], first=0)
     assert (found.status, found.cause, found.rank) == (ProbeStatus.FAILED, Cause.CRASHED, 0)
 
@@ -102,7 +106,9 @@ def test_a_port_that_was_taken_is_replaced_by_another(tmp_path: Path, monkeypatc
             fits = ranks[0].port != taken
             for one in ranks if fits else ():
                 write_json(one.answer_path, FIT.to_json())
-            return RanksEnded(endings=tuple(Ending(exit_code=0 if fits else PORT_IS_TAKEN) for _ in ranks), first=0)
+            return RanksEnded(
+                endings=tuple(ProcessEnding(exit_code=0 if fits else PORT_IS_TAKEN) for _ in ranks), first=0
+            )
 
         keep_rank_probes(request, keep, abandoned=lambda: False, classify=classified)
     found = ProbeResult.read(request.answer_path)

@@ -13,7 +13,7 @@ from autofit.probing.fork_server import ServerGone, call
 from autofit.probing.job import classified
 from autofit.probing.launch import Attempts, Next, what_next
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.supervise import Ending, RanksEnded
+from autofit.probing.supervise import ProcessEnding, RanksEnded
 
 LOST, FAILED, OOM = ProbeStatus.LOST, ProbeStatus.FAILED, ProbeStatus.OOM
 
@@ -34,18 +34,18 @@ def test_a_cause_travels_as_json_and_an_answer_of_before_there_were_causes_is_re
 @pytest.mark.parametrize(
     ("ending", "device", "status", "cause"),
     [
-        (Ending(exit_code=-signal.SIGKILL, deadline_passed=True), "cpu", LOST, Cause.DEADLINE),
-        (Ending(exit_code=-signal.SIGKILL, kernel_oom=True), "cpu", OOM, Cause.HOST_OOM),
-        (Ending(exit_code=-signal.SIGKILL, kernel_oom=True), "cuda", LOST, Cause.HOST_OOM),
-        (Ending(exit_code=-signal.SIGKILL), "cpu", LOST, Cause.KILLED),
-        (Ending(exit_code=-signal.SIGTERM), "cpu", LOST, Cause.KILLED),
-        (Ending(exit_code=-signal.SIGSEGV), "cpu", FAILED, Cause.CRASHED),
-        (Ending(exit_code=3), "cpu", FAILED, Cause.EXITED),
-        (Ending(exit_code=-signal.SIGKILL, deadline_passed=True, left_pid=7), "cuda", LOST, Cause.HANGS),
+        (ProcessEnding(exit_code=-signal.SIGKILL, deadline_passed=True), "cpu", LOST, Cause.DEADLINE),
+        (ProcessEnding(exit_code=-signal.SIGKILL, kernel_oom=True), "cpu", OOM, Cause.HOST_OOM),
+        (ProcessEnding(exit_code=-signal.SIGKILL, kernel_oom=True), "cuda", LOST, Cause.HOST_OOM),
+        (ProcessEnding(exit_code=-signal.SIGKILL), "cpu", LOST, Cause.KILLED),
+        (ProcessEnding(exit_code=-signal.SIGTERM), "cpu", LOST, Cause.KILLED),
+        (ProcessEnding(exit_code=-signal.SIGSEGV), "cpu", FAILED, Cause.CRASHED),
+        (ProcessEnding(exit_code=3), "cpu", FAILED, Cause.EXITED),
+        (ProcessEnding(exit_code=-signal.SIGKILL, deadline_passed=True, left_pid=7), "cuda", LOST, Cause.HANGS),
     ],
 )
 def test_each_ending_without_an_answer_has_its_cause(
-    tmp_path: Path, ending: Ending, device: str, status: ProbeStatus, cause: Cause
+    tmp_path: Path, ending: ProcessEnding, device: str, status: ProbeStatus, cause: Cause
 ) -> None:
     result = classified(ending, request_in(tmp_path, device))
     assert (result.status, result.cause) == (status, cause)
@@ -96,7 +96,7 @@ def test_the_attempts_at_a_trial_are_numbered_and_found_again(tmp_path: Path) ->
 def test_a_call_that_no_server_took_is_started_here_and_one_that_was_taken_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    def fault(error: EnvironmentFault) -> Ending:
+    def fault(error: EnvironmentFault) -> ProcessEnding:
         def failing(socket_path: str, message: object) -> RanksEnded:
             raise error
 
@@ -104,7 +104,9 @@ def test_a_call_that_no_server_took_is_started_here_and_one_that_was_taken_is_no
         request = replace(request_in(tmp_path), server_socket="gone")
         return autofit.probing.job._keep(request, "cpu-0", request)
 
-    monkeypatch.setattr(autofit.probing.job, "keep_ranks", lambda *_, **__: RanksEnded(endings=(Ending(exit_code=7),)))
+    monkeypatch.setattr(
+        autofit.probing.job, "keep_ranks", lambda *_, **__: RanksEnded(endings=(ProcessEnding(exit_code=7),))
+    )
     assert fault(ServerGone(words)).exit_code == 7
     assert fault(EnvironmentFault(words)).exit_code == -signal.SIGKILL
 

@@ -9,6 +9,7 @@ import yaml
 
 from autofit.errors import ConfigError
 from autofit.recipe.launching import LaunchOptions, launched
+from autofit.recipe.profile import profile
 
 TRANSFORMER, SIZE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"
 
@@ -146,11 +147,13 @@ def test_a_type_of_no_without_quotes_is_no_and_none_is_refused(tmp_path: Path) -
 
 
 def test_other_trainers_have_their_own_values() -> None:
-    launched({"mixed_precision": "bf17"}, of_trl=False, environment={})
+    launched({"mixed_precision": "bf17"}, of=profile("verl"), environment={})
 
 
 def test_an_accelerate_config_beside_another_trainer_is_checked_too(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "x"}))
     with pytest.raises(ConfigError, match=r"a\.yaml: mixed_precision must be"):
-        launched({"mixed_precision": "x"}, LaunchOptions(accelerate_config=str(path)), of_trl=False, environment={})
+        launched(
+            {"mixed_precision": "x"}, LaunchOptions(accelerate_config=str(path)), of=profile("verl"), environment={}
+        )

@@ -14,7 +14,7 @@ from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launch_keys import TYPES
 from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, SECTION_KEYS
 from autofit.recipe.launching import Launched, LaunchOptions, launched
-from autofit.recipe.starting import OF_TRANSFORMERS
+from autofit.recipe.profile import profile
 
 NOWHERE: Mapping[str, str] = {}
 
@@ -403,17 +403,16 @@ def test_a_word_of_torchrun_that_is_no_number_is_refused() -> None:
 
 def test_other_trainers_keep_keys_of_the_same_names() -> None:
     values = {"gradient_clipping": 1.0, "mixed_precision": "bf16", LAUNCH: {"ranks": 2}}
-    found = launched(values, of_trl=False, environment=NOWHERE)
+    found = launched(values, of=profile("verl"), environment=NOWHERE)
     assert found.values == {"gradient_clipping": 1.0, "mixed_precision": "bf16"}
     assert found.launch.ranks == 2
 
 
 def test_a_recipe_of_a_plain_trainer_says_its_launch_by_the_keys_of_transformers() -> None:
     values = {"gradient_clipping": 1.0, "deepspeed": {"zero_optimization": {"stage": 3}}}
-    found = launched(values, of_trl=False, of_transformers=True, environment=NOWHERE)
+    found = launched(values, of=profile("hf"), environment=NOWHERE)
     assert found.values == {"gradient_clipping": 1.0}
     assert found.launch.sharding == "zero3"
-    assert OF_TRANSFORMERS == ("hf",)
 
 
 def test_the_flags_that_are_read_are_flags_of_accelerate() -> None:

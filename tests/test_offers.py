@@ -22,8 +22,7 @@ from rich.console import Console
 from autofit.api.card_advice import CardAdvice
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
-from autofit.forecast.offers import Offer, Verdict, choice
-from autofit.forecast.shop import Shop
+from autofit.forecast.shop import Offer, OfferVerdict, Shop, choice
 from autofit.hardware.prices import Price, prices
 from autofit.probing.host_memory import host_memory
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -87,7 +86,7 @@ def by_words(found: list[Offer]) -> dict[str, Offer]:
 
 def test_a_card_with_room_gets_the_recipe_as_it_is() -> None:
     found = by_words(offers(Cards(), ["a100-80gb", "h100"]))
-    assert [o.verdict for o in found.values()] == [Verdict.FITS] * 8
+    assert [o.verdict for o in found.values()] == [OfferVerdict.FITS] * 8
     assert all(o.changes == {} and o.tier == "neutral" for o in found.values())
 
 
@@ -128,7 +127,7 @@ def test_a_row_whose_cache_fills_the_card_shows_what_the_recipe_needs() -> None:
 
     (full,) = Shop(recipe(), filled, PRICES, workers=1).offers([gpu_spec("h100")], (1,))
     (plain,) = offers(Cards(), ["h100"], (1,))
-    assert full.verdict is Verdict.FITS
+    assert full.verdict is OfferVerdict.FITS
     assert (full.device_used_bytes, full.shown_bytes) == (full.capacity_bytes, plain.device_used_bytes)
 
 
@@ -151,10 +150,10 @@ def test_the_cost_is_price_times_cards_times_time() -> None:
 def test_a_card_that_is_too_small_alone_gets_the_mildest_change_that_fits_with_others() -> None:
     """40 GB of states and 20 of activations: on 24 GB cards they must be sharded, and the micro-batch shrink."""
     found = by_words(offers(Cards(), ["rtx4090"]))
-    assert found["rtx4090"].verdict is Verdict.OVER
+    assert found["rtx4090"].verdict is OfferVerdict.OVER
     assert "needs" in found["rtx4090"].reason
     eight = found["8 x rtx4090"]
-    assert (eight.verdict, eight.tier) == (Verdict.FITS, "neutral")
+    assert (eight.verdict, eight.tier) == (OfferVerdict.FITS, "neutral")
     assert eight.changes["sharding"] == "fsdp2"
     assert "offload" not in eight.changes
 
@@ -163,17 +162,17 @@ def test_an_adapter_keeps_the_batch_where_it_has_room() -> None:
     """80 GB of states are over a card of 24 GB with any batch; 8 GB with 4 samples of 3 GB are not."""
     cards = Cards(states=80 * GB, activations_a_sample=3 * GB)
     row = offers(cards, ["rtx4090"], counts=(1,), use_peft=False)[0]
-    assert (row.verdict, row.tier, row.changes["use_peft"]) == (Verdict.FITS, "recipe", True)
+    assert (row.verdict, row.tier, row.changes["use_peft"]) == (OfferVerdict.FITS, "recipe", True)
     assert not set(row.changes) & {"per_device_train_batch_size", "gradient_accumulation_steps"}
 
 
 def test_of_changes_that_cannot_fit_the_first_and_the_leanest_are_simulated() -> None:
     cards = Cards(states=400 * GB)
     row = offers(cards, ["h100"], counts=(1,), use_peft=True, load_in_4bit=True, optim="adamw_8bit")[0]
-    assert row.verdict is Verdict.FITS  # with a tenth of the states
+    assert row.verdict is OfferVerdict.FITS  # with a tenth of the states
     cards = Cards(states=4000 * GB)
     row = offers(cards, ["h100"], counts=(1,), use_peft=True, load_in_4bit=True, optim="adamw_8bit")[0]
-    assert row.verdict is Verdict.OVER
+    assert row.verdict is OfferVerdict.OVER
     assert [values["per_device_train_batch_size"] for _, values in cards.asked] == [4, 1]
 
 
@@ -242,7 +241,7 @@ def test_an_offload_that_is_over_is_not_simulated_without_it(tmp_path: Path) -> 
     cards = Cards(activations_a_sample=200 * GB)
     made = sft_with_offload(tmp_path, use_peft=False)
     row = Shop(replace(made, space=None), cards, {}).offers([gpu_spec("h100")], (2,))[0]
-    assert row.verdict is Verdict.OVER
+    assert row.verdict is OfferVerdict.OVER
     neutral = [values for _, values in cards.asked if not values.get("use_peft")]
     assert {Launch.of(values).offload for values in neutral} == {"parameters"}
 
@@ -250,7 +249,7 @@ def test_an_offload_that_is_over_is_not_simulated_without_it(tmp_path: Path) -> 
 def test_a_clash_of_the_recipe_itself_is_said_with_its_fix(tmp_path: Path) -> None:
     made = sft_with_offload(tmp_path)
     row = Shop(made, Cards(activations_a_sample=200 * GB), {}).offers([gpu_spec("h100")], (2,))[0]
-    assert row.verdict is Verdict.OVER
+    assert row.verdict is OfferVerdict.OVER
     assert "set fsdp_offload_params: false, or train all weights" in row.reason
     assert "the smallest change tried needs." in str(CardAdvice(recipe=made, offers=(row,), prices={}))
 
@@ -262,7 +261,7 @@ def test_where_nothing_has_bytes_the_rows_are_said_to_have_reasons() -> None:
 
 def test_a_batch_that_cannot_be_split_is_said_in_its_row() -> None:
     row = offers(Cards(), ["h100"], counts=(3,))[0]
-    assert row.verdict is Verdict.NONE
+    assert row.verdict is OfferVerdict.NONE
     assert "16" in row.reason
     assert "1, 2" in row.reason
     assert row.step_s is row.usd_per_1000_steps is None
@@ -271,7 +270,7 @@ def test_a_batch_that_cannot_be_split_is_said_in_its_row() -> None:
 def test_a_card_without_what_the_recipe_names_is_not_simulated() -> None:
     cards = Cards()
     row = offers(cards, ["t4"], counts=(1,), dtype="bfloat16")[0]
-    assert (row.verdict, cards.asked) == (Verdict.NONE, [])
+    assert (row.verdict, cards.asked) == (OfferVerdict.NONE, [])
     assert "bfloat16" in row.reason
 
 
@@ -288,7 +287,7 @@ def test_a_failed_simulation_is_said_and_the_next_change_is_tried() -> None:
         return ProbeResult(status=ProbeStatus.FAILED, device=device, reason="the trainer raised")
 
     row = Shop(recipe(), broken, {}).offers([gpu_spec("h100")], (1,))[0]
-    assert (row.verdict, row.reason) == (Verdict.NONE, "the trainer raised")
+    assert (row.verdict, row.reason) == (OfferVerdict.NONE, "the trainer raised")
 
 
 def test_ctrl_c_leaves_the_finished_offers_and_ends_the_simulations_at_work() -> None:
@@ -326,16 +325,16 @@ def test_an_interrupted_table_says_how_many_rows_are_missing() -> None:
 
 def offer(card: str, count: int, **changes: object) -> Offer:
     spec = gpu_spec(card)
-    values: dict[str, object] = {"verdict": Verdict.FITS, "step_s": 1.0, "device_used_bytes": GB, **changes}
+    values: dict[str, object] = {"verdict": OfferVerdict.FITS, "step_s": 1.0, "device_used_bytes": GB, **changes}
     return Offer(card=card, count=count, capacity_bytes=spec.capacity_bytes, **values)  # type: ignore[arg-type]
 
 
 def test_the_highest_tier_is_chosen_from_and_tight_rows_only_where_nothing_fits() -> None:
     lora = offer("rtx4090", 1, tier="recipe", usd_per_hour=0.1, step_s=0.1)
-    whole, tight = offer("h100", 8, usd_per_hour=32.0), offer("h100", 4, verdict=Verdict.TIGHT, usd_per_hour=16.0)
+    whole, tight = offer("h100", 8, usd_per_hour=32.0), offer("h100", 4, verdict=OfferVerdict.TIGHT, usd_per_hour=16.0)
     chosen = choice([lora, whole, tight])
     assert chosen.cheapest is chosen.fastest is chosen.smallest is whole
-    assert choice([tight, offer("t4", 1, verdict=Verdict.OVER)]).fastest is tight
+    assert choice([tight, offer("t4", 1, verdict=OfferVerdict.OVER)]).fastest is tight
     assert choice([]).smallest is None
 
 
@@ -347,7 +346,7 @@ def shown(*rows: Offer) -> str:
     ("changes", "words"),
     [
         ({"tier": "recipe", "usd_per_hour": 0.1}, "rows of a lower tier than neutral."),
-        ({"verdict": Verdict.TIGHT, "step_s": 0.5}, 'rows that are "tight".'),
+        ({"verdict": OfferVerdict.TIGHT, "step_s": 0.5}, 'rows that are "tight".'),
         ({"is_lower_bound": True, "step_s": 0.5}, 'rows with "over" for a step.'),
     ],
 )
@@ -369,8 +368,8 @@ def test_more_cards_that_are_slower_are_explained_where_they_have_no_nvlink() ->
 
 def test_seconds_without_the_hosts_step_are_a_lower_bound_and_win_nothing_that_is_timed() -> None:
     timed, untimed = (
-        Offer(card="h100", count=count, capacity_bytes=80 * GB, verdict=Verdict.FITS, step_s=step_s, usd_per_hour=1.0,
-              device_used_bytes=GB, is_lower_bound=step_s < 2)
+        Offer(card="h100", count=count, capacity_bytes=80 * GB, verdict=OfferVerdict.FITS, step_s=step_s,
+              usd_per_hour=1.0, device_used_bytes=GB, is_lower_bound=step_s < 2)
         for count, step_s in ((1, 2.0), (2, 1.0))
     )  # fmt: skip
     found = choice([timed, untimed])
@@ -438,7 +437,7 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int) -> None:
     rows = (
         offer("h100", 1, usd_per_hour=2.0, step_s=1234.5, samples_per_s=0.02),
         offer("rtx4090", 8, tier="approximate", changes=changes, usd_per_hour=3.0, step_s=9999.5, is_lower_bound=True,
-              host_bytes=218 * GB, verdict=Verdict.TIGHT),
+              host_bytes=218 * GB, verdict=OfferVerdict.TIGHT),
         *offers(Cards(), ["a100-80gb"], counts=(3,)),
     )  # fmt: skip
     table, *_ = CardAdvice(recipe=recipe(), offers=rows, prices=PRICES).parts()
@@ -468,7 +467,7 @@ def test_weights_that_are_larger_than_a_card_are_not_simulated_whole() -> None:
     cards = Cards(states=10 * GB)
     shop = Shop(replace(recipe(use_peft=False, load_in_4bit=False), weights_bytes=65 * GB), cards, {})
     row = shop.offers([gpu_spec("rtx4090")], (1,))[0]
-    assert row.tier != "neutral" or row.verdict is Verdict.OVER
+    assert row.tier != "neutral" or row.verdict is OfferVerdict.OVER
     assert all(values.get("load_in_4bit") for _, values in cards.asked)
 
 

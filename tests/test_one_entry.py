@@ -34,7 +34,7 @@ from autofit.hardware.hardware import choose_device_and_target
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import is_alive, place_in_slurm, start_job
 from autofit.probing.result import ProbeStatus
-from autofit.promotion.ladder import Ladder
+from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.run_folder import Oom
 from autofit.proof.reach import reach
 from autofit.recipe.recipe import Recipe
@@ -114,7 +114,7 @@ def test_a_rescue_takes_a_knob_that_starts_anew_only_where_there_is_no_checkpoin
         KNOB.replace("memory: any", "memory: ascending").replace("values: [true]", "values: [true, false]")
     )
     recipe = with_dummy()
-    ladder = Ladder(
+    ladder = RescueLadder(
         trial=0, trainer="grpo", device="cpu", keys=recipe.keys, compared=(), values=recipe.values,
         resolved=recipe.resolved, space=str(space_file),
     )  # fmt: skip
@@ -234,7 +234,7 @@ from autofit.commands.arguments import parser
 from autofit.frontends.trl_script import _KINDS
 from autofit.plugin.registry import load, names, trainer_for
 from autofit.recipe.as_of import bytes_a_logit
-from autofit.recipe.starting import OF_TRL, recipe_text, trainer_of_data
+from autofit.recipe.profile import OF_TRL, recipe_text, trainer_of_data
 from autofit.web.answering import _TRAINERS
 Path("data.jsonl").write_text(json.dumps({"question": "?", "verdict": "!"}))
 print(json.dumps({

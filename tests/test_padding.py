@@ -10,7 +10,7 @@ from recipes import inspect
 from tiny import write_model, write_recipe
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.plugin.padding import KEPT, Lengths, is_padded
+from autofit.plugin.padding import KEPT, SampleLengths, is_padded
 from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.plugin.registry import load
 
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_samples_of_one_length_are_never_padded_and_a_sample_alone_is_not() -> None:
-    assert not Lengths.of([9, 9, 9], most=9).padded(2, None)
-    assert Lengths.of([9, 9, 8], most=9).padded(2, None)
-    assert not Lengths.of([9, 9, 8], most=9).padded(1, None)
-    assert not Lengths.of([9, 9, 8], most=9).padded(2, 8)  # all are cut to one length
-    assert Lengths.of([9, 8], most=9, sequences=2).padded(1, None)  # a pair is two rows
-    assert Lengths.of([9, 8], most=9, generates=True).padded(1, None)  # padded with the rest of its rollout
+    assert not SampleLengths.of([9, 9, 9], most=9).padded(2, None)
+    assert SampleLengths.of([9, 9, 8], most=9).padded(2, None)
+    assert not SampleLengths.of([9, 9, 8], most=9).padded(1, None)
+    assert not SampleLengths.of([9, 9, 8], most=9).padded(2, 8)  # all are cut to one length
+    assert SampleLengths.of([9, 8], most=9, sequences=2).padded(1, None)  # a pair is two rows
+    assert SampleLengths.of([9, 8], most=9, generates=True).padded(1, None)  # padded with the rest of its rollout
 
 
 def test_where_no_mask_takes_more_memory_it_counts_if_enough_samples_are_of_the_longest_length() -> None:
-    lengths = Lengths.of([9, 9, 9, 8, 3], most=9, unmasked_is_larger=True)
+    lengths = SampleLengths.of([9, 9, 9, 8, 3], most=9, unmasked_is_larger=True)
     assert [lengths.padded(rows, None) for rows in (1, 2, 3, 4, 8)] == [False, False, False, True, True]
     assert not lengths.padded(4, 8)
-    many = Lengths.of([9] * KEPT, most=9, others=True, unmasked_is_larger=True)
+    many = SampleLengths.of([9] * KEPT, most=9, others=True, unmasked_is_larger=True)
     assert not many.padded(KEPT + 9, None)  # more may have that length than were kept
-    rollout = Lengths.of([9, 8], most=9, generates=True, unmasked_is_larger=True)
+    rollout = SampleLengths.of([9, 8], most=9, generates=True, unmasked_is_larger=True)
     assert [rollout.padded(rows, None) for rows in (1, 2)] == [False, True]
 
 
@@ -113,7 +113,7 @@ def test_samples_run_the_kernel_of_the_worst_batch_that_the_dataset_can_make(
 
 
 def test_rows_that_are_cut_from_one_stream_have_no_padding_but_for_the_rest_at_its_end() -> None:
-    lengths = Lengths.of([9, 9, 9, 4], most=9, filled=True)
+    lengths = SampleLengths.of([9, 9, 9, 4], most=9, filled=True)
     assert [lengths.padded(rows, None) for rows in (1, 2, 3, 4)] == [False, False, False, True]
 
 

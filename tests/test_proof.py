@@ -375,9 +375,9 @@ def differences(
     folder: Path, base: Mapping[str, object], changes: Mapping[str, object], trainer: str = "grpo"
 ) -> tuple[float, int]:
     """The candidate's relative difference, and over how many optimizer steps."""
-    from autofit.proof.worker import Proof as Worker
+    from autofit.proof.worker import GradientProof
 
-    worker = Worker(trainer, {"baseline": base, "candidate": {**base, **changes}}, folder)
+    worker = GradientProof(trainer, {"baseline": base, "candidate": {**base, **changes}}, folder)
     found = worker.difference("candidate")
     return found.relative, len(found.steps)
 
@@ -434,13 +434,13 @@ def test_every_kind_of_optimizer_step_is_taken(tmp_path: Path, changes: dict[str
 
 @pytest.mark.slow
 def test_a_large_step_is_made_smaller_alike_in_both(tiny_model: Path, tmp_path: Path) -> None:
-    from autofit.proof.worker import Proof as Worker
+    from autofit.proof.worker import GradientProof
 
     base = {"model_name_or_path": str(tiny_model), "dataset_name": "none", "reward_funcs": ["a.b"],
             "per_device_train_batch_size": 16, "gradient_accumulation_steps": 64, "steps_per_generation": 32,
             "num_generations": 8, "loss_type": "grpo"}  # fmt: skip
     other = {**base, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 32, "steps_per_generation": 16}
-    worker = Worker("grpo", {"baseline": base, "candidate": other}, tmp_path)
+    worker = GradientProof("grpo", {"baseline": base, "candidate": other}, tmp_path)
     assert (worker.small.divided_by, worker.small.samples_per_step) == (4, 256)
     assert worker.difference("candidate").relative < ROUNDING
 

@@ -20,7 +20,7 @@ from autofit.probing.fork_server import ForkServer, call_ranks
 from autofit.probing.supervise import RanksEnded
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import train_to_the_end
-from autofit.promotion.ladder import Ladder
+from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.run_folder import ending_of, forget_ending, log_of
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
@@ -47,7 +47,7 @@ class Runs:
             path = tiny.write_offline_recipe(trainer, folder, self._model, **changes)
         values = {**yaml.safe_load(path.read_text()), "output_dir": str(folder / "out"), "use_cpu": device == "cpu"}
         values |= {} if launch.is_alone else {LAUNCH: launch.to_values()}
-        ladder = Ladder(  # of a micro-batch that cannot be smaller: an OOM is met with the same settings
+        ladder = RescueLadder(  # of a micro-batch that cannot be smaller: an OOM is met with the same settings
             trial=0, trainer=trainer, device=device, keys=BatchKeys(length="max_length"), compared=(), values=values,
             resolved={**values, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
         )  # fmt: skip

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from autofit.plugin.protocol import Run
-from autofit.promotion.reports import Recorder
+from autofit.promotion.reports import RunRecorder
 from autofit.watching.events import Kind, RunEvent, events_of, read_progress
 from autofit.watching.trends import trend
 from autofit.watching.watcher import StepFacts, Watched, Watcher
@@ -44,16 +44,16 @@ class Failing(Watcher):
         return {}
 
 
-def recorder(folder: Path, *watchers: Watcher) -> Recorder:
+def recorder(folder: Path, *watchers: Watcher) -> RunRecorder:
     run = cast("Run", SimpleNamespace(last_step=5, samples_per_step=4, steps_between_saves=1))
     watched = Watched(
         folder=folder, trainer="sft", values={}, device="cpu", generates=False, samples_per_step=4, first_step=0,
         last_step=5,
     )  # fmt: skip
-    return Recorder(run, watched, watchers)
+    return RunRecorder(run, watched, watchers)
 
 
-def train(kept: Recorder) -> None:
+def train(kept: RunRecorder) -> None:
     kept.train_begins()
     for step in range(5):
         kept.step_begins(step)

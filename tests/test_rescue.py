@@ -19,10 +19,10 @@ from autofit.plugin.loop import Loop, LoopRun
 from autofit.plugin.protocol import LOAD, ROLLOUT, UPDATE, Report, SampleFacts
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.promotion import promotion, rescue
 from autofit.promotion.checkpoints import checkpoints, step_of
-from autofit.promotion.ladder import Ladder, Speed
+from autofit.promotion.ladder import RescueLadder, Speed
 from autofit.promotion.run_folder import Oom, keep_oom, read_oom
 from autofit.proof.proof import Verdict
 from autofit.recipe.keys import BatchKeys
@@ -48,16 +48,18 @@ GENERATED = {CHUNK: 2, "generation_batch_size": 16, "num_generations": 4, "num_i
 SPACES = Path(__file__).parents[1] / "search_spaces"
 
 
-def ladder_of(changed: Mapping[str, object] | None = None, *, name: str = "sft", keys: BatchKeys = SAMPLES) -> Ladder:
+def ladder_of(
+    changed: Mapping[str, object] | None = None, *, name: str = "sft", keys: BatchKeys = SAMPLES
+) -> RescueLadder:
     """The ladder of a recipe with micro-batch 8 x accumulation 2, and `changed`."""
     own: dict[str, object] = {SPLIT: 8, ACCUMULATION: 2, "gradient_checkpointing": False, **(changed or {})}
-    return Ladder(
+    return RescueLadder(
         trial=3, trainer=name, device="cpu", keys=keys, compared=(SPLIT, ACCUMULATION), values=own, resolved=own,
         space=str(SPACES / f"{name}.yaml"),
     )  # fmt: skip
 
 
-def grpo_ladder(changed: Mapping[str, object] | None = None) -> Ladder:
+def grpo_ladder(changed: Mapping[str, object] | None = None) -> RescueLadder:
     found = ladder_of({**GENERATED, "loss_type": "grpo", **(changed or {})}, name="grpo", keys=ROLLOUTS)
     given = {key: value for key, value in found.values.items() if key != "generation_batch_size"}  # TRL derives it
     return replace(found, values=given)
@@ -67,7 +69,7 @@ def oom_in(phase: str = UPDATE, *, finished: int = 36, **more: object) -> Oom:
     return Oom(message="CUDA out of memory", phase=phase, finished=finished, resumes_from=finished, **more)  # type: ignore[arg-type]
 
 
-def climbed(ladder: Ladder, oom: Oom) -> list[dict[str, object]]:
+def climbed(ladder: RescueLadder, oom: Oom) -> list[dict[str, object]]:
     """The changes of every rung, taken one after the other until none is left."""
     taken: list[Mapping[str, object]] = []
     while rungs := ladder.rungs(taken, oom):
@@ -91,7 +93,7 @@ def test_the_micro_batch_is_halved_before_checkpointing_and_the_effective_batch_
 def test_the_ranks_of_a_launch_are_held() -> None:
     launch = Launch(ranks=4, sharding="fsdp2")
     ladder = ladder_of({LAUNCH: launch.to_values()})
-    ladder = Ladder.from_json(json.loads(json.dumps(ladder.to_json())))
+    ladder = RescueLadder.from_json(json.loads(json.dumps(ladder.to_json())))
     assert ladder.running([]).effective_batch_size == 64
     rungs = ladder.rungs([], oom_in())
     assert rungs[0].changes == {SPLIT: 4, ACCUMULATION: 4}
@@ -206,7 +208,7 @@ def test_a_trainer_without_a_search_space_still_splits() -> None:
 def test_a_ladder_and_an_oom_are_the_same_after_json(tmp_path: Path) -> None:
     speeds = (Speed(changes={SPLIT: 4}, step_s=1.5, device_used_bytes=10),)
     ladder = replace(grpo_ladder(), speeds=speeds, tiers={CHUNK: "approximate"})
-    assert Ladder.from_json(json.loads(json.dumps(ladder.to_json()))) == ladder
+    assert RescueLadder.from_json(json.loads(json.dumps(ladder.to_json()))) == ladder
     oom = oom_in(samples=SampleFacts(rows=3, drops_last=True))
     keep_oom(tmp_path, oom)
     assert read_oom(tmp_path) == oom
@@ -229,7 +231,7 @@ class _Proven:
         self.verdict = verdict
 
 
-def requested(folder: Path, ladder: Ladder) -> Path:
+def requested(folder: Path, ladder: RescueLadder) -> Path:
     """The path of a request for a run of `ladder` in `folder`, as `launch` writes it."""
     folder.mkdir(exist_ok=True)
     request = {
@@ -244,7 +246,7 @@ def requested(folder: Path, ladder: Ladder) -> Path:
 def test_a_rescue_is_in_the_request_the_events_and_a_yaml(request_path: Path) -> None:
     folder = request_path.parent
     keep_oom(folder, oom_in())
-    assert rescue.goes_on(request_path, Ending(exit_code=1))
+    assert rescue.goes_on(request_path, ProcessEnding(exit_code=1))
     request = read_json(request_path)
     assert request is not None
     assert (request["values"][SPLIT], request["values"][ACCUMULATION]) == (4, 4)  # type: ignore[index]
@@ -262,11 +264,11 @@ def test_a_rescue_is_in_the_request_the_events_and_a_yaml(request_path: Path) ->
 
 
 def test_a_run_that_ended_otherwise_does_not_start_again(request_path: Path) -> None:
-    assert not rescue.goes_on(request_path, Ending(exit_code=1))
-    assert not rescue.goes_on(request_path, Ending(exit_code=-9))
+    assert not rescue.goes_on(request_path, ProcessEnding(exit_code=1))
+    assert not rescue.goes_on(request_path, ProcessEnding(exit_code=-9))
     keep_oom(request_path.parent, oom_in())
     (request_path.parent / "stop").touch()
-    assert not rescue.goes_on(request_path, Ending(exit_code=1))
+    assert not rescue.goes_on(request_path, ProcessEnding(exit_code=1))
     assert not events_of(request_path.parent)
 
 
@@ -275,7 +277,7 @@ def test_a_process_that_the_system_ended_for_memory_goes_on_from_its_checkpoint(
     for step in range(1, 8):
         keep_progress(folder, {"step": step})
     (folder / "out" / "checkpoint-5").mkdir(parents=True)
-    assert rescue.goes_on(request_path, Ending(exit_code=-9, kernel_oom=True))
+    assert rescue.goes_on(request_path, ProcessEnding(exit_code=-9, kernel_oom=True))
     [event] = events_of(folder)
     assert (event.step, event.data["resumed_from"]) == (7, 5)
     assert "(2 step(s) are trained again)" in event.text
@@ -294,7 +296,7 @@ def test_a_rung_that_is_not_proven_is_not_taken(
 
     monkeypatch.setattr(rescue, "prove_changes", proven)
     keep_oom(request_path.parent, oom_in())
-    assert rescue.goes_on(request_path, Ending(exit_code=1))
+    assert rescue.goes_on(request_path, ProcessEnding(exit_code=1))
     assert rescue.taken(request_path.parent) == [{"gradient_checkpointing": True}]
 
 
@@ -304,10 +306,10 @@ def test_without_a_rung_it_starts_once_more_and_then_ends_with_what_could_be_all
     own = {SPLIT: 1, "gradient_checkpointing": True, "dtype": "float32", "max_length": 64}
     path = requested(tmp_path, ladder_of(own))
     keep_oom(tmp_path, oom_in())
-    assert rescue.goes_on(path, Ending(exit_code=1))
+    assert rescue.goes_on(path, ProcessEnding(exit_code=1))
     assert "with the same settings" in events_of(tmp_path)[-1].text
     keep_oom(tmp_path, oom_in())  # at the same step
-    assert not rescue.goes_on(path, Ending(exit_code=1))
+    assert not rescue.goes_on(path, ProcessEnding(exit_code=1))
     failed = read_json(tmp_path / "failed.json")
     assert failed is not None
     assert "no neutral change that needs less memory is left" in str(failed["reason"])
@@ -318,7 +320,7 @@ def test_leave_for_a_lower_tier_is_needed_and_told(tmp_path: Path, request_path:
     own = {SPLIT: 1, "gradient_checkpointing": True, "max_length": 64}
     path = requested(tmp_path, replace(ladder_of(own), allow="recipe"))
     keep_oom(tmp_path, oom_in())
-    assert rescue.goes_on(path, Ending(exit_code=1))
+    assert rescue.goes_on(path, ProcessEnding(exit_code=1))
     assert rescue.rescues(tmp_path)[0]["tier"] == "recipe"
     assert "recipe, as allowed" in events_of(tmp_path)[0].text
 
@@ -347,16 +349,16 @@ def test_steps_that_a_rescue_takes_back_are_shown_again_and_its_event_is_told(
 # -- real trainings ---------------------------------------------------------------------------------------------------
 
 
-def real_ladder(trainer: str, values: Mapping[str, object], keys: BatchKeys) -> Ladder:
+def real_ladder(trainer: str, values: Mapping[str, object], keys: BatchKeys) -> RescueLadder:
     plugin = load(trainer)
     resolved = plugin.parse(values, overrides={"use_cpu": True}).resolved  # type: ignore[attr-defined]
-    return Ladder(
+    return RescueLadder(
         trial=0, trainer=trainer, device="cpu", keys=keys, compared=plugin.compared, values=values,  # type: ignore[attr-defined]
         resolved=resolved, space=str(plugin.space),
     )  # fmt: skip
 
 
-def trained(folder: Path, ladder: Ladder, server: ForkServer) -> dict[str, object]:
+def trained(folder: Path, ladder: RescueLadder, server: ForkServer) -> dict[str, object]:
     """The final summary of a run in `folder`, whose training is started again as its job does it."""
     path = requested(folder, ladder)
     again = True
@@ -365,7 +367,7 @@ def trained(folder: Path, ladder: Ladder, server: ForkServer) -> dict[str, objec
             {"entry": "offline_training:run", "argument": str(path), "cwd": str(folder.parent),
              "log": str(folder / "run.log"), "env": {}, "deadline_s": 500}
         )  # fmt: skip
-        again = rescue.goes_on(path, Ending(exit_code=ending.exit_code))
+        again = rescue.goes_on(path, ProcessEnding(exit_code=ending.exit_code))
     final = read_json(folder / "final.json")
     assert final is not None, (folder / "run.log").read_text()[-3000:]
     return final

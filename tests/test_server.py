@@ -6,7 +6,7 @@ import pytest
 
 from autofit.errors import ConfigError
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.server import Server, needs_server
+from autofit.recipe.server import RolloutServer, needs_server
 
 RESOLVED = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "0.0.0.0", "vllm_server_base_url": None}
 
@@ -17,7 +17,7 @@ def recipe(servers: int = 0, /, **changes: object) -> dict[str, object]:
 
 
 def test_the_command_takes_from_the_recipe_what_it_says_of_its_server() -> None:
-    server = Server.of(
+    server = RolloutServer.of(
         recipe(4, vllm_tensor_parallel_size=2, vllm_gpu_memory_utilization=0.8, vllm_max_model_length=4096,
                model_revision="v2", trust_remote_code=True, vllm_model_impl="transformers", dtype="float32")
     )  # fmt: skip
@@ -32,7 +32,7 @@ def test_the_command_takes_from_the_recipe_what_it_says_of_its_server() -> None:
 def test_trl_s_own_command_takes_the_arguments() -> None:
     from trl.scripts.vllm_serve import build_command, make_parser
 
-    asked = Server.of(recipe(2, model_revision="v2", trust_remote_code=True)).arguments("10.0.0.7", 4242)
+    asked = RolloutServer.of(recipe(2, model_revision="v2", trust_remote_code=True)).arguments("10.0.0.7", 4242)
     found, rest = make_parser().parse_args_and_config(asked, return_remaining_strings=True)
     assert rest == []
     command = build_command(found)
@@ -41,16 +41,16 @@ def test_trl_s_own_command_takes_the_arguments() -> None:
 
 
 def test_without_a_word_on_its_cards_a_server_has_those_of_one_copy() -> None:
-    assert Server.of(recipe()).cards == 1
-    assert Server.of(recipe(vllm_tensor_parallel_size=4)).cards == 4
-    assert Server.of(recipe(vllm_server_timeout=90)).timeout_s == 90
+    assert RolloutServer.of(recipe()).cards == 1
+    assert RolloutServer.of(recipe(vllm_tensor_parallel_size=4)).cards == 4
+    assert RolloutServer.of(recipe(vllm_server_timeout=90)).timeout_s == 90
 
 
 def test_copies_must_divide_the_cards_of_the_server() -> None:
     with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 must divide the 3 cards .*server_ranks"):
-        Server.of(recipe(3, vllm_tensor_parallel_size=2))
+        RolloutServer.of(recipe(3, vllm_tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="vllm_tensor_parallel_size must be a whole number from 1; got 0"):
-        Server.of(recipe(vllm_tensor_parallel_size=0))
+        RolloutServer.of(recipe(vllm_tensor_parallel_size=0))
 
 
 @pytest.mark.parametrize(

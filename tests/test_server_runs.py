@@ -16,7 +16,7 @@ from served_runs import failure, folder_of_run
 from test_slurm_promote import logs, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
-from autofit.probing.supervise import Ending, RanksEnded, computing_env
+from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.server import Beside
 from autofit.promotion.server_keeper import start_keeper
@@ -89,7 +89,7 @@ def test_a_server_that_ends_or_never_answers_ends_the_run_before_it_trains(tiny_
     (slow / "trl").write_text("#!/bin/sh\necho loads\nsleep 1000\n")
     (slow / "trl").chmod(0o755)
     beside, took = at(slow, PATH=f"{slow}:{os.environ['PATH']}"), time.monotonic()
-    assert beside.beside(_never)([{}]).alone == Ending(exit_code=0, abandoned=True)
+    assert beside.beside(_never)([{}]).alone == ProcessEnding(exit_code=0, abandoned=True)
     assert time.monotonic() - took < 10
     assert failure(slow) == (
         f"the vLLM server did not answer within 2 s (vllm_server_timeout) (loads); see {slow / 'server.log'}"
@@ -117,7 +117,7 @@ def test_each_start_of_a_training_has_a_server_of_its_own(tiny_model: Path, tmp_
     def train(environments: Sequence[dict[str, str]]) -> RanksEnded:
         found.append(environments[0]["AUTOFIT_VLLM_SERVER"])
         assert len(servers_of(folder)) == 2
-        return RanksEnded(endings=(Ending(exit_code=0),))
+        return RanksEnded(endings=(ProcessEnding(exit_code=0),))
 
     trained = at(folder).beside(train)
     trained([{}])
@@ -125,5 +125,5 @@ def test_each_start_of_a_training_has_a_server_of_its_own(tiny_model: Path, tmp_
     trained([{}])
     assert len(set(found)) == 2
     ask_to_end(folder)
-    assert trained([{}]).alone == Ending(exit_code=0, abandoned=True)  # it waits for no server any more
+    assert trained([{}]).alone == ProcessEnding(exit_code=0, abandoned=True)  # it waits for no server any more
     assert not servers_of(folder)

@@ -14,7 +14,7 @@ import pytest
 from test_server import recipe
 
 from autofit.files import write_json
-from autofit.probing.supervise import Ending, RanksEnded
+from autofit.probing.supervise import ProcessEnding, RanksEnded
 from autofit.promotion import job
 from autofit.promotion.server import Beside, Post, address_variables, with_address
 from autofit.promotion.server_keeper import last_words, serve
@@ -41,9 +41,9 @@ def test_on_one_machine_training_and_server_share_the_cards(tmp_path: Path, monk
         seen["server"] = env["CUDA_VISIBLE_DEVICES"]
         return subprocess.Popen(["true"]).pid
 
-    def trains(path: Path, folder: Path, keep: Callable[[list[dict[str, str]]], object]) -> Ending:
+    def trains(path: Path, folder: Path, keep: Callable[[list[dict[str, str]]], object]) -> ProcessEnding:
         keep([{}])
-        return Ending(exit_code=0)
+        return ProcessEnding(exit_code=0)
 
     monkeypatch.setattr(job, "listen", lambda _: None)
     monkeypatch.setattr(job, "train_to_the_end", trains)
@@ -70,7 +70,7 @@ def test_a_server_whose_machine_is_gone_is_lost_and_no_failure_of_the_run(
         server.close()
         while not run.is_over():
             time.sleep(0.02)
-        return RanksEnded(endings=(Ending(exit_code=-9, abandoned=True),))
+        return RanksEnded(endings=(ProcessEnding(exit_code=-9, abandoned=True),))
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as keeper:
         keeper.submit(_answers_soon, post, server.getsockname()[1])

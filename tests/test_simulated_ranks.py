@@ -9,11 +9,10 @@ import pytest
 import tiny
 from probed_anew import probed_anew
 
-from autofit.plugin.ranks import rank_environment
+from autofit.plugin.ranks import rank_environment, simulated_rank
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
-from autofit.probing.rank import simulated_rank
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import TrainerName

@@ -32,7 +32,7 @@ from autofit.promotion.run_folder import REQUEUES, ending_of
 from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, superseded
 from autofit.promotion.tuned import Tuned
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.server import Server
+from autofit.recipe.server import RolloutServer
 from autofit.watching.events import Kind, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")
@@ -259,9 +259,9 @@ def test_the_server_has_a_node_more_and_every_node_the_cards_of_the_larger_part(
         "its vLLM server gets a node of its own with 4 cards, so the job asks for 3 nodes; it logs to server.log in "
         "the folder of the run"
     ]
-    asked = for_slurm(ON_SLURM, Launch(ranks=8), "cuda", Server(model="m"))
+    asked = for_slurm(ON_SLURM, Launch(ranks=8), "cuda", RolloutServer(model="m"))
     assert (asked.nodes, asked.gpus_per_node) == (2, "8")
-    asked = for_slurm(ON_SLURM, Launch(), "cpu", Server(model="m"))
+    asked = for_slurm(ON_SLURM, Launch(), "cpu", RolloutServer(model="m"))
     assert (asked.nodes, asked.gpus_per_node) == (2, None)
 
 

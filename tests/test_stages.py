@@ -18,9 +18,9 @@ from autofit import api
 from autofit.api.pipeline import PipelineResult, StageResult
 from autofit.api.pipeline_stages import Knowledge
 from autofit.cli import main
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.files import write_json
-from autofit.promotion.stages import Known, State, content_of, inputs_of
+from autofit.promotion.stages import KnownStage, State, content_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
 from autofit.watching.events import read_progress
 
@@ -136,7 +136,7 @@ def test_an_edited_reward_function_counts_as_a_change(tmp_path: Path, monkeypatc
 
 def test_a_stage_whose_trained_model_was_deleted_is_not_done(tmp_path: Path) -> None:
     state = State.read(tmp_path, "p")
-    known = Known(inputs=inputs_of(Stage(name="a", values={}), "sft", {}), study="s", trial=2)
+    known = KnownStage(inputs=inputs_of(Stage(name="a", values={}), "sft", {}), study="s", trial=2)
     state.keep("a", known)
     again = State.read(tmp_path, "p")
     assert again.stages == {"a": known}
@@ -161,7 +161,7 @@ def two_stages(rate: float) -> Pipeline:
 def trained(folder: Path, about: Knowledge, name: str, *, seconds: float = 1.0) -> None:
     """Leave what a finished training of the stage `name` leaves."""
     stage = about.pipeline.stage(name)
-    about.state.keep(name, Known(inputs=about.inputs(stage), study=f"{name}-study", trial=2))
+    about.state.keep(name, KnownStage(inputs=about.inputs(stage), study=f"{name}-study", trial=2))
     (output := folder / f"{name}-output").mkdir(exist_ok=True)
     write_json(about.state.home(name) / "final.json", {"output_dir": str(output), "seconds": seconds})
 
@@ -239,7 +239,8 @@ def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monk
     """`autofit run` has no option --prompt-tokens: each stage has a key of its own."""
 
     def unreachable(*_: object) -> None:
-        raise ConfigError("the tokenizer must be reachable; connect to it, or give --prompt-tokens N: a sample")
+        stated = option("prompt-tokens", "N")
+        raise ConfigError(f"the tokenizer must be reachable; connect to it, or give {stated}: a sample")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("autofit.api.pipeline_stages.make_plan", unreachable)

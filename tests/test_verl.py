@@ -25,9 +25,9 @@ from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.verl_settings import Settings
 from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
+from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
-from autofit.probing.rank import simulated_rank
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import Recipe

@@ -27,7 +27,7 @@ from autofit.web.answering import TOLD, run
 from autofit.web.files import FILES, examples
 from autofit.web.pasted import read, without_files, write_config
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
-from autofit.web.server import Access, Connections, Full, PageServer, Queue
+from autofit.web.server import Access, ArrivalQueue, Connections, Full, PageServer
 from autofit.web.simulator import Simulator
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_one_answer_is_made_at_a_time_and_the_line_has_an_end() -> None:
 
 
 def test_one_address_has_few_places_and_asks_no_faster_than_it_may() -> None:
-    line = Queue(at_once=1, waiting=9, of_address=1)
+    line = ArrivalQueue(at_once=1, waiting=9, of_address=1)
 
     def turn() -> AbstractContextManager[None]:
         return line.turn("a", waits=lambda _: None)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.padding import Lengths
+from autofit.plugin.padding import SampleLengths
 
 from .common import (
     Counts,
@@ -136,7 +136,7 @@ class DpoTrainer(SamplesTrainer):
     def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
         return _widths(rows), _widths(rows) + _widths(rows, np.minimum)
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], SampleLengths]:
         """(the worst-case pair, its facts, the lengths of all pairs).
 
         The worst pair is the largest after truncation, then before it, then the one with the longest answers.
@@ -157,8 +157,8 @@ class DpoTrainer(SamplesTrainer):
             **place_of(index, rows, raw, largest),
         }  # fmt: skip
         others = len(rows) < len(raw)
-        return rows.select([index]), facts, Lengths.of(_widths(rows, np.minimum).tolist(), most=longest, others=others,
-                                                       sequences=2)  # fmt: skip
+        told = SampleLengths.of(_widths(rows, np.minimum).tolist(), most=longest, others=others, sequences=2)
+        return rows.select([index]), facts, told
 
 
 TRAINER = DpoTrainer()

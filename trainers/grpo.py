@@ -24,7 +24,7 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 
 from autofit.errors import ConfigError, nearest
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.padding import Lengths
+from autofit.plugin.padding import SampleLengths
 from autofit.plugin.protocol import Inspection, Task
 
 from .common import dataset_name, made, random_model, random_weights, real, samples_per_step, short, split
@@ -254,7 +254,7 @@ class RolloutTrainer(TrlTrainer):
         if processor is not None:
             return self._longest_with_images(rows, processor, config, inspection, data_hash(rewards, rows))
         index, tokens, least = longest_prompt(rows, config)
-        lengths = Lengths.of(
+        lengths = SampleLengths.of(
             [tokens, 0 if made_up else least], most=tokens, generates=True,
             unmasked_is_larger=unmasked_is_larger(config, inspection.device),
         )  # fmt: skip
@@ -271,7 +271,7 @@ class RolloutTrainer(TrlTrainer):
         simulated_only(inspection)
         made_up = inspection.prompt_tokens is not None
         row, tokens, least = longest_row(with_an_image(rows, processor) if made_up else rows, processor, "prompt")
-        lengths = Lengths.of([tokens, least], most=tokens, generates=True, unmasked_is_larger=False)
+        lengths = SampleLengths.of([tokens, least], most=tokens, generates=True, unmasked_is_larger=False)
         facts = {"prompt_tokens": tokens, "lengths": lengths.to_json(), "images": len(row["images"])}
         keep(Dataset.from_list([row]), facts, inspection.worst_case)
         return {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.padding import Lengths
+from autofit.plugin.padding import SampleLengths
 from autofit.plugin.protocol import Facts, Inspection
 
 from . import hf_training
@@ -150,7 +150,7 @@ class HfTrainer(SamplesTrainer):
     def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
         return _tokens(rows, np.maximum), _tokens(rows, np.add)
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], SampleLengths]:
         """(the longest row after truncation and packing, its facts, the lengths of all rows).
 
         The longest pair is that with the longest answer: both are padded to it.
@@ -175,11 +175,11 @@ class HfTrainer(SamplesTrainer):
         }  # fmt: skip
         if training.objective not in SAMPLES:
             shorter_ones = _tokens(rows, np.add) - longer
-            lengths_of = Lengths.of(shorter_ones.tolist(), most=int(longer[index]), others=largest is not None,
+            lengths_of = SampleLengths.of(shorter_ones.tolist(), most=int(longer[index]), others=largest is not None,
                                     sequences=2)  # fmt: skip
         else:
             counts = [limit] if training.packing else longer.tolist()
-            lengths_of = Lengths.of(counts, most=max(counts), others=largest is not None)
+            lengths_of = SampleLengths.of(counts, most=max(counts), others=largest is not None)
         return rows.select([index]), facts, lengths_of
 
     def _rows(self, config: TrlConfig, rows: Dataset, tokenizer: Any) -> Dataset:

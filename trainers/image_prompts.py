@@ -6,7 +6,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.plugin.protocol import Inspection
 
 from .common import short
@@ -39,7 +39,7 @@ def for_text(config: TrlConfig) -> dict[str, Any]:
 def simulated_only(inspection: Inspection) -> None:
     """Raise ConfigError on a real device, where images would need the processor's files and the pixels."""
     if not inspection.simulated:
-        raise ConfigError("images can be predicted on a simulated card only (--gpu NAME), not probed")
+        raise ConfigError(f"images can be predicted on a simulated card only ({option('gpu', 'NAME')}), not probed")
 
 
 def has_images(rows: Dataset) -> bool:

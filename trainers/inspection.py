@@ -12,12 +12,12 @@ from typing import Any
 from autofit.errors import ConfigError, nearest
 from autofit.files import write_json
 from autofit.plugin.protocol import Inspection, WorstCase
+from autofit.recipe.keys import OTHER_MODELS
 from autofit.units import format_bytes
 
 from .common import dtype_of
 from .offline import (
     NO_MODEL,
-    OTHER_MODELS,
     STATE_IT,
     made_up_dataset,
     read_config,

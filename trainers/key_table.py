@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
+from autofit.errors import ConfigError, EnvironmentFault, nearest, option, quoted
 from autofit.files import cache_folder, read_json, write_json
 from autofit.frontends.reading import refusal
 from autofit.plugin.fields import Kind, is_one_of, kinds, readable
@@ -35,7 +35,7 @@ _OTHERS = {
     "adapter": ("Axolotl", "use_peft"),
     "cutoff_len": ("LLaMA-Factory", "max_length"),
     "finetuning_type": ("LLaMA-Factory", "use_peft"),
-    "stage": ("LLaMA-Factory", "--trainer"),
+    "stage": ("LLaMA-Factory", option("trainer")),
     "fast_inference": ("Unsloth", "use_vllm"),
     "gpu_memory_utilization": ("Unsloth", "vllm_gpu_memory_utilization"),
 }
@@ -72,11 +72,11 @@ def instead(key: str, known: Collection[str]) -> str | None:
         )
     if key in _PYTHON:
         return (
-            f": it takes {_PYTHON[key]}, which YAML cannot say; give a Python trainer of your own with --trainer "
-            "module:object (trainers/README.md)"
+            f": it takes {_PYTHON[key]}, which YAML cannot say; give a Python trainer of your own with "
+            f"{option('trainer')} module:object (trainers/README.md)"
         )
     whose, ours = _OTHERS.get(key, ("", ""))
-    return f" is a key of {whose}; in TRL it is {ours}" if ours in known or ours.startswith("--") else None
+    return f" is a key of {whose}; in TRL it is {ours}" if ours in known or ours == option("trainer") else None
 
 
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
@@ -142,7 +142,7 @@ class KeyTable:
         unknown = [key for key in values if key not in self.keys]
         if unknown:
             each = "; ".join(f"unknown key {key!r}{self._instead(key)}" for key in unknown[:_NAMED])
-            more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs --trainer module:object"
+            more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs {option('trainer')} module:object"
             hint = more if len(unknown) > _NAMED else ""
             if len(unknown) == len(values) and not any(map(self._instead, unknown)):
                 named = ", ".join(map(quoted, unknown[:_NAMED]))

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autofit.errors import ConfigError, printable, quoted
+from autofit.errors import ConfigError, option, printable, quoted
 from autofit.plugin.protocol import Inspection
 from autofit.recipe import catalogue
+from autofit.recipe.keys import OTHER_MODELS
 
 # Bounds of a model's config.json: a file whose model would build for ever is refused before it is built.
 #
@@ -87,8 +88,6 @@ def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[s
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
 
 
-_MODEL = "stand_in_model"  # subfolders of the folder that an inspection passes to its probes
-_REWARD_MODEL = "stand_in_reward_model"
 _SAMPLES = "made_up_samples"
 _WORDS = 260  # tokens of the small tokenizer, which loads in 2 ms; bytes and times depend on the model's vocabulary
 _VOCABULARIES = (
@@ -96,8 +95,8 @@ _VOCABULARIES = (
     "tekken.json", "tokenizer.tiktoken",
 )  # fmt: skip
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-OTHER_MODELS = {"reward_model_name_or_path": _REWARD_MODEL, "teacher_model_name_or_path": "stand_in_teacher"}
-_MODELS = {"model_name_or_path": _MODEL, **OTHER_MODELS}
+# Subfolders of the folder that an inspection passes to its probes, as is that of the samples.
+_MODELS = {key: f"stand_in_{key.removesuffix('_name_or_path')}" for key in ("model_name_or_path", *OTHER_MODELS)}
 # Columns of a synthetic sample, each with its share of the tokens; TRL's DPO adds its answers to its prompt. Columns of
 # `_ids` hold tokens in place of text.
 _COLUMNS = {
@@ -142,7 +141,8 @@ def not_a_list(name: str) -> str:
 
 
 STATE_IT = (
-    "or give --prompt-tokens N: a made-up sample of N tokens (of grpo and rloo: a prompt) then replaces the dataset"
+    f"or give {option('prompt-tokens', 'N')}: a made-up sample of N tokens (of grpo and rloo: a prompt) then replaces "
+    "the dataset"
 )
 
 
@@ -154,7 +154,7 @@ def or_stated(inspection: Inspection) -> Iterator[None]:
     except ConfigError as error:
         if not inspection.simulated or inspection.prompt_tokens is not None:
             raise
-        raise ConfigError(f"{error}; {STATE_IT}") from error
+        raise ConfigError(f"{error.marked}; {STATE_IT}") from error
 
 
 def clear(folder: Path) -> None:
@@ -215,7 +215,7 @@ def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_o
     if not simulated and catalogue.architecture(name) is not None:
         return (
             f"{key} must be a folder with a config.json or a name on the model hub; got {name!r}, but "
-            f"the hub does not answer; a simulated card does not need it: --gpu NAME"
+            f"the hub does not answer; a simulated card does not need it: {option('gpu', 'NAME')}"
         )
     names = {n.lower(): n for n in catalogue.names()} | {n.lower().rpartition("/")[2]: n for n in catalogue.names()}
     close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
@@ -354,5 +354,5 @@ def _text(tokens: int, tokenizer: Any) -> str:
             return text
     raise ConfigError(
         f"the model's tokenizer makes {found} tokens instead of {tokens} for the synthetic prompt; give "
-        f"--prompt-tokens {found}"
+        f"{option('prompt-tokens')} {found}"
     )

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from autofit.errors import ConfigError
-from autofit.plugin.padding import Lengths
+from autofit.plugin.padding import SampleLengths
 
 from .common import (
     Counts,
@@ -91,7 +91,7 @@ class RewardModelTrainer(SamplesTrainer):
         chosen, rejected = (lengths(rows, side) for side in _SIDES)
         return np.maximum(chosen, rejected), chosen + rejected
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], SampleLengths]:
         """(the pair with the longest answer, its facts, the lengths of all pairs), of those that TRL keeps.
 
         It drops pairs over `max_length`.
@@ -107,7 +107,7 @@ class RewardModelTrainer(SamplesTrainer):
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": dropped > 0}
         facts |= place_of(index, rows, raw, largest)
         shorter = np.minimum(chosen, rejected).tolist()
-        return rows.select([index]), facts, Lengths.of(shorter, most=longest, sequences=2)
+        return rows.select([index]), facts, SampleLengths.of(shorter, most=longest, sequences=2)
 
 
 TRAINER = RewardModelTrainer()

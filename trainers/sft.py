@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from autofit.errors import ConfigError
-from autofit.plugin.padding import Lengths
+from autofit.plugin.padding import SampleLengths
 from autofit.plugin.protocol import Inspection
 
 from .common import (
@@ -118,7 +118,7 @@ class SftTrainer(SamplesTrainer):
         row, tokens, _ = longest_row(with_an_image(rows, processor) if made_up else rows, processor, column)
         limit = config.training.max_length
         longest = tokens if limit is None else min(tokens, limit)
-        lengths_of = Lengths.of([longest], most=longest)
+        lengths_of = SampleLengths.of([longest], most=longest)
         row = {"messages": row[column], "images": row["images"]}
         facts = {
             "num_rows": len(rows), "longest_tokens": longest, "max_length": limit, "cut": longest != tokens,
@@ -148,7 +148,7 @@ class SftTrainer(SamplesTrainer):
     def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
         return prepared(SFTTrainer, trl_sft, config, rows, **for_text(config))
 
-    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], Lengths]:
+    def worst_case(self, config: TrlConfig) -> tuple[Dataset, dict[str, Any], SampleLengths]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
         text = config.training.dataset_text_field
         kinds = {
@@ -169,7 +169,11 @@ class SftTrainer(SamplesTrainer):
         )
         others = len(rows) < len(raw) and not config.training.packing
         filled = config.training.packing and config.training.packing_strategy == "wrapped"
-        return rows.select([index]), facts, Lengths.of(counts.tolist(), most=longest, others=others, filled=filled)
+        return (
+            rows.select([index]),
+            facts,
+            SampleLengths.of(counts.tolist(), most=longest, others=others, filled=filled),
+        )
 
 
 TRAINER = SftTrainer()

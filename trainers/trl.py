@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from autofit.plugin.models import go_offline_without_a_hub
-from autofit.plugin.padding import KEPT, Lengths
+from autofit.plugin.padding import KEPT, SampleLengths
 from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.recipe.keys import BatchKeys, Tier
@@ -228,7 +228,7 @@ class SamplesTrainer(TrlTrainer):
     tile_tokens: int | None = TILE_TOKENS
     tiers = staticmethod(sample_tiers)
 
-    def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any], Lengths]:
+    def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any], SampleLengths]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
         raise NotImplementedError
 

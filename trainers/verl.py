@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.fakegpu.depth.stack import full_config, text_config
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
@@ -52,8 +52,8 @@ from .verl_models import Critic, Samples, inner, marked_last, random_model, scor
 
 _MODEL, _CRITIC_MODEL = "model", "critic"  # folders of the models' configs, beside the longest sample
 _ONLY_SIMULATED = (
-    "verl trains with Ray and vLLM's processes, which autofit does not start: give --gpu NAME, such as --gpu 8xh100, "
-    "and put the overrides that it finds behind verl's own command"
+    f"verl trains with Ray and vLLM's processes, which autofit does not start: give {option('gpu', 'NAME')}, such as "
+    f"{option('gpu', '8xh100')}, and put the overrides that it finds behind verl's own command"
 )
 
 
@@ -382,7 +382,7 @@ def _text_config(settings: Settings, name: str, key: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the model {name!r} must be a folder with a config.json, or a name that the hub or autofit's catalogue "
-            f"has; give one with --set {key}=NAME"
+            f"has; give one with {option('set')} {key}=NAME"
         ) from error
     if hasattr(config, "vision_config"):
         raise ConfigError(f"{name} has a vision tower, which is not simulated for verl; take a text model")

@@ -15,7 +15,7 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import Control, Report, Run
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.promotion.promotion import choose, promise_of
-from autofit.promotion.reports import Recorder
+from autofit.promotion.reports import RunRecorder
 from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.study import load_study, trials_of
 from autofit.watching.contract import Promise, Row
@@ -98,11 +98,11 @@ class AutofitCallback(TrainerCallback):  # type: ignore[misc]
             self._report.logs(state.global_step, state.max_steps, logs)
 
     def on_train_end(self, *_: object, **__: object) -> None:
-        if isinstance(self._report, Recorder):
+        if isinstance(self._report, RunRecorder):
             self._report.ends()
 
 
-class _ScriptRecorder(Recorder):
+class _ScriptRecorder(RunRecorder):
     """A recorder that also says its events, and leaves checkpoints to the script."""
 
     def __init__(self, run: Run, watched: Watched, found: list[Watcher], say: Say) -> None:

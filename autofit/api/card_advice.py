@@ -16,8 +16,7 @@ from autofit.api.tables import Shown
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.folding import Folding
-from autofit.forecast.offers import STEPS, Choice, Offer, Verdict, choice
-from autofit.forecast.shop import Shop
+from autofit.forecast.shop import STEPS, Choice, Offer, OfferVerdict, Shop, choice
 from autofit.frontends.writing import own_words
 from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices
@@ -122,7 +121,7 @@ class CardAdvice(Shown):
         return table
 
     def _row(self, offer: Offer) -> list[str]:
-        done = offer.verdict in (Verdict.FITS, Verdict.TIGHT)
+        done = offer.verdict in (OfferVerdict.FITS, OfferVerdict.TIGHT)
         what = self._changes(offer) if done else offer.reason
         used = "-" if offer.shown_bytes is None else f"{offer.shown_bytes / 1e9:.1f}"
         return [
@@ -166,7 +165,7 @@ class CardAdvice(Shown):
         kinds = (
             (len(fitting) > len(of_tier), f"of a lower tier than {best.tier}"),
             (bool(of_tier), 'with "over" for a step'),
-            (len(lower) > len(fitting), f'that are "{Verdict.TIGHT}"'),
+            (len(lower) > len(fitting), f'that are "{OfferVerdict.TIGHT}"'),
         )
         rows = [f"rows {words}" for left_out, words in kinds if left_out]
         return [f"Not compared for these, though some have lower figures: {', '.join(rows)}."] if rows else []
@@ -263,7 +262,7 @@ def advise(
     """
     tell = on_event or silent
     chosen, numbers = _cards(cards), _counts(counts)
-    at_least_one("--parallel", parallel)
+    at_least_one("parallel", parallel)
     listed = price_list(prices)
     _, launch = launch_options(gpu=None, accelerate_config=accelerate_config, num_processes=num_processes, gpus=None)
     able = [spec for spec in chosen if card_needs(changes or {}).met_by(spec)] or chosen

@@ -178,7 +178,7 @@ def check(
     """
     tell = on_event or silent
     with named_as_arguments():
-        advice_s = seconds_or_none("--advice-time", advice_time)
+        advice_s = seconds_or_none("advice-time", advice_time)
         gpu, launch = launch_options(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )

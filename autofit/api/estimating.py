@@ -170,14 +170,14 @@ class Asked:
 def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) -> Iterator[Estimator]:
     """The estimator of one recipe on one simulated card; without a `server` its own lives as long as the block."""
     with named_as_arguments(), Scratch("estimate-") as folder:
-        at_least_one("--prompt-tokens", asked.prompt_tokens)
+        at_least_one("prompt-tokens", asked.prompt_tokens)
         if asked.as_of is not None:
             read_libraries(asked.as_of)
         if asked.lengths not in (None, OFF):
             read_lengths(asked.lengths)
-        asked_bytes = size("--target-vram", asked.target_vram)
+        asked_bytes = size("target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
-        deadline_s = seconds("--deadline", asked.deadline) or 0
+        deadline_s = seconds("deadline", asked.deadline) or 0
         source = source_of(asked.recipe, launch=asked.launch)
         needs = card_needs({**source.values, **(asked.changes or {})})
         device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
@@ -279,7 +279,7 @@ def estimate(
     """
     tell = on_event or silent
     with named_as_arguments():
-        advice_s = seconds_or_none("--advice-time", advice_time)
+        advice_s = seconds_or_none("advice-time", advice_time)
         gpu, launch = launch_options(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )

@@ -15,7 +15,7 @@ from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.tables import Shown
 from autofit.cluster.executor import Kind
 from autofit.cluster.scheduler import JobState, cluster_of
-from autofit.errors import ConfigError, EnvironmentFault, quoted
+from autofit.errors import ConfigError, EnvironmentFault, option, quoted
 from autofit.files import read_json
 from autofit.folding import Folding
 from autofit.probing.at_work import AtWork, probes_at_work
@@ -145,7 +145,7 @@ def jobs(folder: str | Path = FOLDER) -> Jobs:
         home = studies_folder(folder)
         if not any((home / name).exists() for name in ("studies.db", "probes", "promoted")):
             raise ConfigError(
-                f"there are no studies in {home}; run `autofit search` first, or point --dir at its folder"
+                f"there are no studies in {home}; run `autofit search` first, or point {option('dir')} at its folder"
             )
         runs = sorted(path.parent for path in (home / "promoted").glob("*/job.json"))
         pools = [Pool(path) for path in sorted((home / "probes").glob("*/jobs")) if path.is_dir()]

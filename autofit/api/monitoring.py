@@ -7,12 +7,12 @@ from pathlib import Path
 
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.promoted import PromotedRun, Runs
-from autofit.errors import AutofitError, ConfigError
+from autofit.errors import AutofitError, ConfigError, option
 from autofit.hardware.usage import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
 from autofit.probing.at_work import AtWork, pid_of_job, probes_at_work
 from autofit.space.describe import describe_changes
 from autofit.watching.contract import Row
-from autofit.watching.progress import Progress
+from autofit.watching.progress import RunProgress
 
 
 class Originals:
@@ -113,7 +113,7 @@ class Run:
     trial: int
     device: str
     state: str
-    progress: Progress | None
+    progress: RunProgress | None
     contract: tuple[Row, ...]  # promised against actual
     kept: bool | None
     verdict: str
@@ -164,7 +164,7 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).exists() for name in _OURS):
             raise ConfigError(
-                f"there are no studies in {folder}; run `autofit search` first, or point --dir at its folder"
+                f"there are no studies in {folder}; run `autofit search` first, or point {option('dir')} at its folder"
             )
         self._folder = folder
         self._originals, self._runs = Originals(folder), Runs(folder)

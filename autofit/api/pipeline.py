@@ -15,10 +15,10 @@ from autofit.api.promoting import PromotionResult, Step, promote
 from autofit.api.searching import search as search_for_the_fastest
 from autofit.api.tables import Shown
 from autofit.cluster.executor import Executor
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.folding import Folding
 from autofit.promotion.promotion import model_path
-from autofit.promotion.stages import Known, State, is_adapter, whole_model
+from autofit.promotion.stages import KnownStage, State, is_adapter, whole_model
 from autofit.recipe.pipeline import Stage, read_pipeline
 from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage
@@ -122,7 +122,7 @@ def run(
     """
     with named_as_arguments():
         if gpu is not None and not plan:
-            raise ConfigError("--gpu names a simulated card, on which nothing trains; it goes with --plan")
+            raise ConfigError(f"{option('gpu')} names a simulated card, on which nothing trains; it goes with --plan")
         where = executor_asked(executor, debugging=False)
         folder = studies_folder(folder)
         use_storage(folder, storage)
@@ -205,7 +205,7 @@ class _Driver:
             return self._result(stage, "interrupted", "the same command resumes its training")
         return self._result(stage, "done", f"{trained.final['steps']} steps")
 
-    def _tuned(self, stage: Stage) -> Known | StageResult:
+    def _tuned(self, stage: Stage) -> KnownStage | StageResult:
         """The fastest config of `stage`; its result where the search ends without one."""
         inputs, again = self.about.inputs(stage), self.about.known(stage) is not None
         options = {key: value for key, value in self.about.options(stage).items() if value is not None}
@@ -219,9 +219,9 @@ class _Driver:
         if found.winner is None:
             return self._result(stage, "nothing fits", found.why)
         self._say(stage, found.why)
-        return Known(inputs=inputs, study=found.study, trial=found.winner.number, restart=again)
+        return KnownStage(inputs=inputs, study=found.study, trial=found.winner.number, restart=again)
 
-    def _promoted(self, stage: Stage, known: Known) -> PromotionResult:
+    def _promoted(self, stage: Stage, known: KnownStage) -> PromotionResult:
         to_begin = known.restart
 
         def stepped(step: Step) -> None:

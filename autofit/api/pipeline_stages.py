@@ -3,27 +3,27 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.planning import Request, make_plan
 from autofit.api.reading import drop, fork_server
-from autofit.errors import ConfigError
+from autofit.api.searching import search
+from autofit.errors import ConfigError, Option, option
 from autofit.hardware.hardware import gpus
 from autofit.hardware.nvml import why_none
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.promotion.run_folder import RunFolder
-from autofit.promotion.stages import Inputs, Known, State, base_of, inputs_of
+from autofit.promotion.stages import Inputs, KnownStage, State, base_of, inputs_of
 from autofit.recipe.pipeline import Pipeline, Stage
 
 # The arguments of a search that a pipeline may set, with what they are where it does not.
 _DEFAULTS: dict[str, Any] = {
-    "target_vram": None, "headroom": None, "device": "auto", "gpu": None, "space": None, "allow": "neutral",
-    "changes": None, "prompt_tokens": None, "trials": None, "time_budget": None, "plateau": None,
-    "min_gain": 0.01, "goal": "speed", "sampler": "autofit", "measured_steps": 2, "deadline": "15m", "parallel": None,
-    "seed": 0, "study": None,
+    name: argument.default for name, argument in signature(search).parameters.items()
+    if name in Request.__slots__ and name not in ("recipe", "name", "trainer", "folder", "executor")
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Knowledge:
         state = State.read(folder, pipeline.name)
         return cls(pipeline=pipeline, state=state, given=given, search=search, trainers=trainers)
 
-    def known(self, stage: Stage) -> Known | None:
+    def known(self, stage: Stage) -> KnownStage | None:
         """The study and trial of `stage`; None before its search has ended."""
         return self.state.stages.get(stage.name)
 
@@ -113,8 +113,8 @@ class Knowledge:
         elif found.get("device", "auto") == "auto":
             if not gpus():
                 raise ConfigError(
-                    f"a pipeline trains on a CUDA card, and {why_none()}; give --device cpu to train on the CPU, or "
-                    "--plan --gpu NAME for what would happen on a card elsewhere"
+                    f"a pipeline trains on a CUDA card, and {why_none()}; give {option('device', 'cpu')} to train on "
+                    f"the CPU, or --plan {option('gpu', 'NAME')} for what would happen on a card elsewhere"
                 )
             found["device"] = "cuda"
         elif found["device"] == "sim":
@@ -132,7 +132,7 @@ def _trainer(stage: Stage) -> str:
     try:
         return trainer_for(stage.values, stage.trainer)
     except ConfigError as error:
-        raise ConfigError(f"stage {stage.name}: {error}") from error
+        raise ConfigError(f"stage {stage.name}: {error.marked}") from error
 
 
 def check_stages(about: Knowledge, *, only: str | None, tell: OnEvent) -> None:
@@ -149,8 +149,13 @@ def _check_earlier(about: Knowledge, stage: Stage) -> None:
     if waiting:
         raise ConfigError(
             f"the stage {stage.name} uses what {' and '.join(waiting)} trained, and {waiting[0]} is not done "
-            f"({about.next(about.pipeline.stage(waiting[0]))}); run it first, or leave --only out"
+            f"({about.next(about.pipeline.stage(waiting[0]))}); run it first, or leave {option('only')} out"
         )
+
+
+def _in_stage(named: Option) -> str:
+    """An option of a search in an error of a stage: the command of a pipeline has no --prompt-tokens."""
+    return f"prompt_tokens: {named.value} in the stage" if named.name == "prompt-tokens" else option(*named)
 
 
 class _Check:
@@ -187,9 +192,7 @@ class _Check:
             request.check()
             planned = make_plan(request, server, silent)
         except ConfigError as error:
-            # this command has no such option
-            said = str(error).replace("--prompt-tokens N", "prompt_tokens: N in the stage")
-            self._wrong.setdefault(said, []).append(stage.name)
+            self._wrong.setdefault(error.told(_in_stage), []).append(stage.name)
             return None
         drop(planned.scratch)
         recipe = planned.plan.recipe

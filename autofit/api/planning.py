@@ -14,7 +14,7 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.files import claim
 from autofit.hardware.hardware import (
     NO_NEEDS,
@@ -79,14 +79,16 @@ class Request:
         if self.recipe is None and self.device in ("cpu", "cuda"):
             raise ConfigError(
                 f"the built-in baseline has synthetic prompts and runs on a simulated card; give a recipe or leave "
-                f"--device {self.device} out"
+                f"{option('device', self.device)} out"
             )
         for name in ("trials", "plateau", "measured_steps", "parallel", "prompt_tokens"):
-            at_least_one("--" + name.replace("_", "-"), getattr(self, name))
+            at_least_one(name.replace("_", "-"), getattr(self, name))
         for name, known in (("device", _DEVICES), ("allow", TIERS), ("goal", GOALS), ("sampler", SAMPLERS)):
-            one_of(f"--{name}", getattr(self, name), known)
+            one_of(name, getattr(self, name), known)
         if self.study is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", self.study):
-            raise ConfigError(f"--study names a folder: a letter or digit, then also '.', '_', '-'; got {self.study!r}")
+            raise ConfigError(
+                f"{option('study')} names a folder: a letter or digit, then also '.', '_', '-'; got {self.study!r}"
+            )
         self.launch.check()
 
 
@@ -101,8 +103,8 @@ class Planned:
 
 def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) -> Planned:
     """The plan of a search. Raises ConfigError for what cannot be: a card, a recipe, a space, a target too small."""
-    budget_s = seconds("--time-budget", asked.time_budget)
-    deadline_s = seconds("--deadline", asked.deadline) or 0
+    budget_s = seconds("time-budget", asked.time_budget)
+    deadline_s = seconds("deadline", asked.deadline) or 0
     node = _node_cards(asked, on_event)
     device, target = _device_and_target(asked, node)  # a wrong one is said at once
     check_prompt_tokens(asked.prompt_tokens, device)
@@ -126,7 +128,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         check_cards(recipe, device)
     else:
         check_count(node.cards, recipe.launch.cards)
-    choice = about_choice(device, asked.gpu, size("--target-vram", asked.target_vram), needs)
+    choice = about_choice(device, asked.gpu, size("target-vram", asked.target_vram), needs)
     choice = choice if node is None else f"{node.kind}, on the nodes of the cluster; no other kind takes a probe"
     card = [("card", choice)] if choice else []
     for label, text in (*recipe.describe(), *card):
@@ -142,7 +144,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
         recipe=recipe, space=space, folder=asked.folder, device=device, target_bytes=target, headroom_bytes=headroom,
         study_name=asked.study, max_trials=asked.trials or (None if open_ended else _TRIALS), budget_s=budget_s,
         plateau_trials=asked.plateau, sampler=asked.sampler, goal=asked.goal,
-        min_gain_frac=share("--min-gain", asked.min_gain) or None,
+        min_gain_frac=share("min-gain", asked.min_gain) or None,
         parallel=_at_once(asked, device, recipe.launch.cards),
         measured_steps=asked.measured_steps, deadline_s=deadline_s, seed=asked.seed,
         executor=asked.executor, card=None if node is None else node.kind,
@@ -179,7 +181,7 @@ def _say_of_card(on_event: OnEvent, text: str) -> None:
 
 def _device_and_target(asked: Request, node: NodeCards | None, needs: CardNeeds = NO_NEEDS) -> tuple[str, int]:
     """(device for probes, target in bytes). Raises ConfigError."""
-    asked_bytes = size("--target-vram", asked.target_vram)
+    asked_bytes = size("target-vram", asked.target_vram)
     if node is not None:
         return "cuda", choose_target(asked_bytes, "cuda", node.cards)
     simulated = asked.device == "auto" and asked.gpu is None and (asked.recipe is None or asked.executor.is_cluster)
@@ -189,10 +191,11 @@ def _device_and_target(asked: Request, node: NodeCards | None, needs: CardNeeds 
 def _headroom(given: str | float | None, device: str, target_bytes: int) -> int:
     headroom = 0 if device == "cpu" else target_bytes // 50
     if given is not None:
-        headroom = 0 if given in ("0", "0B", 0) else size("--headroom", given) or 0
+        headroom = 0 if given in ("0", "0B", 0) else size("headroom", given) or 0
     if headroom >= target_bytes:
         raise ConfigError(
-            f"--headroom must be below the target of {format_bytes(target_bytes)}; got {format_bytes(headroom)}"
+            f"{option('headroom')} must be below the target of {format_bytes(target_bytes)}; got "
+            f"{format_bytes(headroom)}"
         )
     return headroom
 
@@ -225,6 +228,7 @@ def _check_target(space: Space, limit_bytes: int) -> None:
     least = weights if of_each is None else min(weights, int(of_each * parameters))
     if least > limit_bytes:
         raise ConfigError(
-            f"--target-vram less the headroom must hold at least the model's weights of {format_bytes(least)} "
-            f"(dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it or change dtype"
+            f"{option('target-vram')} less the headroom must hold at least the model's weights of "
+            f"{format_bytes(least)} (dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it "
+            "or change dtype"
         )

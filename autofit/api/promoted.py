@@ -16,7 +16,7 @@ from autofit.probing.launch import is_alive
 from autofit.promotion.run_folder import RunFolder, State
 from autofit.watching.contract import Row, contract_of, verdict_of
 from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of, read_progress
-from autofit.watching.progress import Progress, progress_of
+from autofit.watching.progress import RunProgress, progress_of
 
 _SHOWN = 12  # the last events in a report as text; JSON has all
 
@@ -142,7 +142,7 @@ class Runs:
         ended = sorted((r for r in found if r.state != "running"), key=lambda r: -_changed_s(r.folder))
         return [r for r in found if r.state == "running"] + ended[:_ENDED_SHOWN]
 
-    def progress(self, run: PromotedRun) -> Progress | None:
+    def progress(self, run: PromotedRun) -> RunProgress | None:
         """How far the run is; None before its first logged step."""
         return progress_of(self._read[run.folder].lines)
 

@@ -198,13 +198,13 @@ def promote(
     """
     say = _saying(on_event)
     with named_as_arguments():
-        one_of("--device", device, ("auto", "cpu", "cuda"))
+        one_of("device", device, ("auto", "cpu", "cuda"))
         folder = studies_folder(folder)
         use_storage(folder, storage)
         if launch and folder.is_dir():
             own_folder(folder, on_event)
         watched_for = read_guards(guards)
-        one_of("--allow", allow, TIERS)
+        one_of("allow", allow, TIERS)
         where = executor_asked(executor, debugging=False)
         promotion = plan_promotion(
             folder,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.api.events import still_at
-from autofit.errors import AutofitError, ConfigError
+from autofit.errors import AutofitError, ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import release
 from autofit.frontends import writing
@@ -31,7 +31,7 @@ def fork_server(folder: Path) -> ForkServer:
     try:
         return server_for(folder)
     except FileExistsError as error:
-        raise ConfigError(f"--dir {folder} must be a folder, and is a file") from error
+        raise ConfigError(f"{option('dir')} {folder} must be a folder, and is a file") from error
 
 
 def source_of(given: Given | None, name: str | None = None, launch: LaunchOptions = NO_OPTIONS) -> Source:
@@ -94,13 +94,13 @@ def check_cards(recipe: Recipe, device: str) -> None:
     found = gpus() if device == "cuda" and cards > 1 else ()
     if fault := slices_fault(found, cards):
         raise ConfigError(
-            f"the recipe trains on {cards} cards, and on this machine {fault}; give --gpus 1, which keeps its "
-            f"effective batch, name whole cards in CUDA_VISIBLE_DEVICES, or turn MIG off (nvidia-smi -mig 0)"
+            f"the recipe trains on {cards} cards, and on this machine {fault}; give {option('gpus')} 1, which keeps "
+            "its effective batch, name whole cards in CUDA_VISIBLE_DEVICES, or turn MIG off (nvidia-smi -mig 0)"
         )
     if found and cards > len(found):
         raise ConfigError(
-            f"the recipe trains on {cards} cards, and this machine has {len(found)}; give --gpus {len(found)}, which "
-            f"keeps its effective batch, or --gpu {cards}xNAME for simulated cards"
+            f"the recipe trains on {cards} cards, and this machine has {len(found)}; give {option('gpus')} "
+            f"{len(found)}, which keeps its effective batch, or {option('gpu')} {cards}xNAME for simulated cards"
         )
 
 
@@ -119,6 +119,9 @@ def describe_device(device: str, target_bytes: int, cards: int = 1) -> str:
 def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
     """Refuse synthetic prompts that are too long to make, or on a device that trains on real ones."""
     if prompt_tokens is not None and prompt_tokens > _MOST_PROMPT_TOKENS:
-        raise ConfigError(f"--prompt-tokens must be at most {_MOST_PROMPT_TOKENS:,}; got {prompt_tokens:,}")
+        raise ConfigError(f"{option('prompt-tokens')} must be at most {_MOST_PROMPT_TOKENS:,}; got {prompt_tokens:,}")
     if prompt_tokens is not None and not device.startswith("sim:"):
-        raise ConfigError(f"--prompt-tokens is for simulated cards only (--gpu NAME), and the device is {device}")
+        raise ConfigError(
+            f"{option('prompt-tokens')} is for simulated cards only ({option('gpu', 'NAME')}), and the device is "
+            f"{device}"
+        )

@@ -15,7 +15,7 @@ from autofit.forecast.predictions import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.tracking.front_plot import Picture, front_figure, title_of
+from autofit.tracking.front_plot import FrontPicture, front_figure, title_of
 from autofit.tuning.foreseen import Foreseen, common_front
 from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
 from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of
@@ -184,7 +184,7 @@ class SearchResult(Shown):
             fidelity=self.fidelity if self.device else "",
         )  # fmt: skip
         return front_figure(
-            Picture(trials=self.trials, front=self.front, foreseen=self.foreseen, winner=self.winner,
+            FrontPicture(trials=self.trials, front=self.front, foreseen=self.foreseen, winner=self.winner,
                     baseline=self.baseline, target_bytes=self.target_bytes, predicted=self.predicted, title=title)
         )  # fmt: skip
 

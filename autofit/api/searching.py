@@ -43,8 +43,7 @@ from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner
 from autofit.tuning.record import Stop, StopKind, keep_record, record_of
 from autofit.tuning.sampler import SamplerName
-from autofit.tuning.search import Plan, Search, open_study
-from autofit.tuning.search import Progress as _Progress
+from autofit.tuning.search import Plan, Search, SearchProgress, open_study
 from autofit.tuning.sensitivity import sensitivity
 from autofit.tuning.storage import database_of, mlflow_follows, use_storage
 from autofit.tuning.study import driving, open_storage, trials_of
@@ -185,7 +184,11 @@ class _Run:
     """One call of `search`, once its arguments are checked."""
 
     def __init__(
-        self, asked: Request, server: ForkServer, on_event: OnEvent, on_progress: Callable[[Progress], None] | None
+        self,
+        asked: Request,
+        server: ForkServer,
+        on_event: OnEvent,
+        on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self._asked, self._server = asked, server
         self._tell, self._on_progress = on_event, on_progress
@@ -257,7 +260,7 @@ class _Run:
 
         return told
 
-    def _showing(self, plan: Plan) -> Callable[[_Progress], None] | None:
+    def _showing(self, plan: Plan) -> Callable[[SearchProgress], None] | None:
         show = self._on_progress
         return None if show is None else lambda found: show(_progress(found, plan))
 
@@ -362,7 +365,7 @@ class _Run:
             self._note(f"the clock of {device} stays as it is: {fitted.why}")
 
 
-def _progress(found: _Progress, plan: Plan) -> Progress:
+def _progress(found: SearchProgress, plan: Plan) -> Progress:
     original = plan.recipe.resolved
     return Progress(
         done=sum(t.result is not None for t in found.trials),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-from autofit.errors import ConfigError, nearest, printable, quoted
+from autofit.errors import ConfigError, nearest, option, printable, quoted
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.units import parse_seconds
 
@@ -105,9 +105,12 @@ def read_executor(kind: str | None, options: Mapping[str, object], folder: Path)
     named = kind or given.pop("kind", None) or of_file.get("kind") or ("slurm" if {**of_file, **given} else "local")
     asked = executor_of({**given, "kind": named})
     if given and not asked.is_cluster:
-        option = "--" + next(iter(given)).replace("_", "-")
-        said = f"--executor is {asked.kind}" if kind else f"{printable(str(path), 120)} has executor: {asked.kind}"
-        raise ConfigError(f"{option} is an option of Slurm, and {said}; leave {option} out, or give --executor slurm")
+        flag = "--" + next(iter(given)).replace("_", "-")
+        said = f"{option('executor')} is" if kind else f"{printable(str(path), 120)} has executor:"
+        raise ConfigError(
+            f"{flag} is an option of Slurm, and {said} {asked.kind}; leave {flag} out, or give "
+            f"{option('executor', 'slurm')}"
+        )
     if not asked.is_cluster:
         return asked
     both = {key: getattr(asked if key in given else found, key) for key in {**of_file, **given}}
@@ -195,18 +198,18 @@ def _checked_rest(value: object) -> dict[str, object]:
         raise ConfigError(f"slurm must be a mapping of sbatch's options; got {quoted(value)}")
     found = {}
     for given, one in value.items():
-        option = str(given).replace("_", "-")
+        name = str(given).replace("_", "-")
         right = isinstance(one, (str, int, float)) and _is_one_line(str(one))
-        if not right or not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+        if not right or not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ConfigError(f"slurm: an option of sbatch has a long name and one value; got {quoted({given: one})}")
-        if option.replace("-", "_") in (*_TEXTS, *_COUNTS, "time"):
-            raise ConfigError(f"slurm: {option} is an option of its own; give --{option}, or {option} beside slurm")
-        if option in _OURS:
-            raise ConfigError(f"slurm: autofit sets {option} itself, to find and restart its jobs; leave it out")
-        if option == "requeue":  # which jobs have unless it is forbidden
-            option, one = ("requeue", True) if one is not False else ("no-requeue", True)
+        if name.replace("-", "_") in (*_TEXTS, *_COUNTS, "time"):
+            raise ConfigError(f"slurm: {name} is an option of its own; give --{name}, or {name} beside slurm")
+        if name in _OURS:
+            raise ConfigError(f"slurm: autofit sets {name} itself, to find and restart its jobs; leave it out")
+        if name == "requeue":  # which jobs have unless it is forbidden
+            name, one = ("requeue", True) if one is not False else ("no-requeue", True)
         if one is not False:
-            found[option] = one
+            found[name] = one
     return found
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from autofit.cluster.executor import FILE, SLURM, Executor, read_executor
 from autofit.cluster.scheduler import Cluster, cluster_of, own_node
 from autofit.cluster.slurm import partition_limits_s
-from autofit.errors import ConfigError, EnvironmentFault, one_line
+from autofit.errors import ConfigError, EnvironmentFault, one_line, option
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.files import is_full, private_folder, read_json, write_json
 from autofit.hardware.card_names import is_of_kind, kind_of
@@ -158,7 +158,7 @@ def cards_of_nodes(executor: Executor, folder: Path, *, say: Callable[[str], Non
             why = f" ({one_line(look.faults[0], 200)})" if look.faults else ""
             raise ConfigError(
                 f"a job of this search sees no card on the node {node}{why}; ask for cards with --gpus-per-node 1, "
-                f"choose nodes that have some with --partition or --constraint, or give --device cpu"
+                f"choose nodes that have some with --partition or --constraint, or give {option('device', 'cpu')}"
             )
         raise ConfigError(
             f"a study is of one kind of card, and a job sees {' and '.join(kinds)} on the node {node}; ask for one, "
@@ -172,7 +172,7 @@ def cards_of_nodes(executor: Executor, folder: Path, *, say: Callable[[str], Non
 
 def _key(executor: Executor) -> str:
     """A name for all that leads to the same kind of card."""
-    others = {option: executor.slurm[option] for option in _OF_KIND if option in executor.slurm}
+    others = {key: executor.slurm[key] for key in _OF_KIND if key in executor.slurm}
     asked = [executor.partition, executor.constraint, executor.gpus_per_node, others]
     return f"card-{hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:12]}"
 
@@ -202,7 +202,7 @@ def _waited_for(cluster: Cluster, job: str, path: Path, say: Callable[[str], Non
             if time.monotonic() - ended_at > _LATE_S:
                 raise EnvironmentFault(
                     f"the job {job}, which asks a node for its card, ended as {state.state} and told nothing; see "
-                    f"{path.parent / 'logs'}, or name the card with --gpu"
+                    f"{path.parent / 'logs'}, or name the card with {option('gpu')}"
                 )
         time.sleep(_LOOK_S)
     return told
@@ -218,13 +218,13 @@ def check_count(cards: Sequence[Gpu], needed: int) -> None:
     """Raise ConfigError where a job has fewer cards than a probe `needed`, or slices where it needs several."""
     if fault := slices_fault(cards, needed):
         raise ConfigError(
-            f"the recipe trains on {needed} cards, and of a job {fault}; give --gpus 1, which keeps its effective "
-            f"batch, or ask for whole cards with --gpus-per-node, --partition or --constraint"
+            f"the recipe trains on {needed} cards, and of a job {fault}; give {option('gpus')} 1, which keeps its "
+            "effective batch, or ask for whole cards with --gpus-per-node, --partition or --constraint"
         )
     if needed > len(cards):
         raise ConfigError(
             f"the recipe trains on {needed} cards, and a job sees {len(cards)}; give --gpus-per-node {needed}, or "
-            f"--gpus {len(cards)}, which keeps its effective batch"
+            f"{option('gpus')} {len(cards)}, which keeps its effective batch"
         )
 
 

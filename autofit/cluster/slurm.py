@@ -17,7 +17,7 @@ from typing import Any
 
 from autofit.cluster.executor import Executor, time_s
 from autofit.cluster.scheduler import JobState, OwnJob
-from autofit.errors import EnvironmentFault, one_line
+from autofit.errors import EnvironmentFault, one_line, option
 from autofit.files import cannot_write, private_folder
 
 title = "Slurm"
@@ -33,7 +33,7 @@ _EXPORT_ALL = "unset SLURM_EXPORT_ENV"
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 _NOT_HERE = (
     f"the executor slurm needs Slurm's commands ({', '.join(_COMMANDS)}) on the PATH; log in to the cluster, or use "
-    "--executor local"
+    f"{option('executor', 'local')}"
 )
 
 
@@ -58,7 +58,7 @@ def submit(
     try:
         private_folder(folder)  # submitit unpickles what lies there
     except OSError as error:
-        raise EnvironmentFault(cannot_write(folder, error)) from error
+        raise cannot_write(folder, error) from error
     try:
         made = submitit.SlurmExecutor(folder=folder, python=python, max_num_timeout=10**6)
     except RuntimeError as error:

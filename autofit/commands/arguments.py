@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autofit import __version__
 from autofit.commands.help import SHELLS, epilog, overview
 from autofit.errors import ConfigError, nearest
+from autofit.recipe.profile import TRAINERS
 from autofit.recipe.secrets import without_secrets
-from autofit.recipe.starting import TRAINERS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line, stream
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
-from autofit.recipe.starting import TRAINERS, recipe_text, trainer_of_data
+from autofit.recipe.profile import TRAINERS, recipe_text, trainer_of_data
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:

@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from autofit.errors import Cancelled, ConfigError
-from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import Bounds, Known
-from autofit.forecast.cards import Card
-from autofit.forecast.change import Change, Probe, Tell, Trier
+from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
 from autofit.forecast.ending import Ending
 from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
-from autofit.forecast.margin import roomy_bytes
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -44,7 +41,7 @@ class Advice:
     proven: bool = False  # without such a change: whether all settings at their strongest values do not fit either
     untried: tuple[Change, ...] = ()  # that failed when they were tried, for another reason than memory
     faster: tuple[Change, ...] = ()  # the highest tier first, then the fastest
-    card: Card | None = None  # the smallest other card that runs the recipe as it is
+    card: OtherCard | None = None  # the smallest other card that runs the recipe as it is
     ending: Ending | None = None  # what ended the search for it early; None where it came to its end
 
 
@@ -163,7 +160,7 @@ class _Search:
 
     def _is_promising(self, names: frozenset[str]) -> bool:
         """Whether these settings are expected to leave room, not only not known to be too little."""
-        return self._expected(self.levers.strongest(names)) <= self._room
+        return self._expected(self.levers.strongest(names)) <= self.trier.room_bytes
 
     def _is_open(self, names: frozenset[str]) -> bool:
         """Whether it is not known yet if these settings suffice, and no smaller set does."""
@@ -174,12 +171,12 @@ class _Search:
         if self.unloaded and not any(self.levers.traits(name).loads for name in names):
             return False
         at = self.levers.strongest(names)
-        return bool(at) and self._least_bytes(at) <= self._room
+        return bool(at) and self._least_bytes(at) <= self.trier.room_bytes
 
     def _is_hopeless(self, names: frozenset[str]) -> bool:
         """Whether these settings at their strongest, and so any of them, are known not to suffice."""
         at = self.levers.strongest(names)
-        return bool(at) and self._least_bytes(at) > self._room
+        return bool(at) and self._least_bytes(at) > self.trier.room_bytes
 
     def _tier_of(self, name: str) -> Tier:
         return self.levers.tier_of(name)
@@ -211,7 +208,9 @@ class _Search:
         at = self.levers.strongest(names)
         for name in sorted(names, key=lambda n: (-TIERS.index(self._tier_of(n)), self.levers.rank(n), n)):
             mild = ({**at, name: value} for value in self.levers.strengths[name])
-            fitting = (m for m in mild if self.levers.candidate(m) is not None and self._expected(m) <= self._room)
+            fitting = (
+                m for m in mild if self.levers.candidate(m) is not None and self._expected(m) <= self.trier.room_bytes
+            )
             at = next(fitting, at)
         return at
 
@@ -221,7 +220,11 @@ class _Search:
             kept = every
             for name in sorted(every, key=lambda n: (-TIERS.index(self._tier_of(n)), -self.levers.rank(n), n)):
                 fewer = kept - {name}
-                if fewer and self._is_new(fewer) and self._expected(self.levers.strongest(fewer)) <= self._room:
+                if (
+                    fewer
+                    and self._is_new(fewer)
+                    and self._expected(self.levers.strongest(fewer)) <= self.trier.room_bytes
+                ):
                     kept = fewer
             if kept == every:
                 return
@@ -237,10 +240,6 @@ class _Search:
         return sum(self.levers.strengths[name].index(value) for name, value in at.items())
 
     # -- what is known --------------------------------------------------------------------------------------------
-
-    @property
-    def _room(self) -> int:
-        return roomy_bytes(self.trier.capacity_bytes, self.trier.device)
 
     def _least_bytes(self, at: Assignment) -> int:
         return max((self._bounds.least_bytes(known, at) for known in self._below(at)), default=0)
@@ -264,8 +263,7 @@ class _Search:
 
     def learn(self, at: Assignment, result: ProbeResult) -> None:
         """Keep what a simulated run with the settings `at` held."""
-        context = gpu_spec(self.trier.device.removeprefix("sim:")).context_bytes
-        known = Known.of(at, result, context)
+        known = Known.of(at, result, self.trier.context_bytes)
         if known is not None:
             self.known.append(known)
 

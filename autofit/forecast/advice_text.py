@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from autofit.forecast.advice import Advice
-from autofit.forecast.cards import Card
-from autofit.forecast.change import Change
+from autofit.forecast.change import Change, OtherCard
 from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight
 from autofit.plugin.protocol import UPDATE
@@ -129,7 +128,7 @@ def _without_log(reason: str) -> str:
     return " ".join(reason.partition(" (during ")[0].split())
 
 
-def card_line(card: Card, *, smaller: bool) -> str:
+def card_line(card: OtherCard, *, smaller: bool) -> str:
     """The other card on which the recipe runs as it is."""
     step = "" if card.step_s is None else f", {format_seconds(card.step_s)} a step"
     head = "a smaller card would do" if smaller else "as it is, it runs on a larger card"

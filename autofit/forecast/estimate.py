@@ -16,8 +16,7 @@ from autofit.files import write_json
 from autofit.folding import Folding
 from autofit.forecast.advice import WANTED, Advice, cheapest_changes
 from autofit.forecast.advice_text import advice_json
-from autofit.forecast.cards import other_card
-from autofit.forecast.change import Tell, Trier
+from autofit.forecast.change import Tell, Trier, other_card
 from autofit.forecast.ending import Ending, within
 from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import Levers

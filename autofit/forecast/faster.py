@@ -8,11 +8,9 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 from autofit.errors import Cancelled
-from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.bounds import MADE, Bounds, Known
 from autofit.forecast.change import Change, Trier
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
-from autofit.forecast.margin import roomy_bytes
 from autofit.plugin.protocol import ROLLOUT as ROLLOUT_PHASE
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import TIERS, Tier
@@ -102,7 +100,7 @@ def _started(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) ->
     Where that has no room beside the rest, with the largest that has. vLLM sleeps outside of rollouts where no share
     that holds the weights has room beside the update.
     """
-    known = _known({}, base, trier)
+    known = Known.of({}, base, trier.context_bytes)
     if not at.get("use_vllm") or known is None or not isinstance(levers.own.get(SHARE), float):
         return at
     update = max((sum(held.values()) for name, held in known.parts.items() if name != ROLLOUT_PHASE), default=0)
@@ -111,7 +109,7 @@ def _started(at: Assignment, levers: Levers, trier: Trier, base: ProbeResult) ->
     ways = [(update, at)]
     if SLEEP in levers.own:
         ways.append((kept, {**at, SLEEP: True}))
-    room = roomy_bytes(trier.capacity_bytes, trier.device) - known.context_bytes
+    room = trier.room_bytes - known.context_bytes
     wanted = _engine_bytes(levers) + rollout.get("KV cache", 0)
     for held, way in ways:
         if roomy := [(one, nbytes) for one, nbytes in _shares(way, levers, trier) if held + nbytes <= room]:
@@ -137,21 +135,17 @@ def _leaner(at: Assignment, levers: Levers, trier: Trier, result: ProbeResult) -
     if at.get("use_vllm"):
         shares = [one for one, _ in _shares(at, levers, trier)]
         return next(iter(shares[shares.index(at) + 1 :]), None) if at in shares else None
-    known = _known(at, result, trier)
+    known = Known.of(at, result, trier.context_bytes)
     if known is None or MICRO in at or not any(at.get(name) is False for name in CHECKPOINTING):
         return None
     sizes = [{**at, MICRO: size} for size in levers.strengths.get(MICRO, ())]
     return next((one for one in sizes if levers.candidate(one) and _has_room(one, known, levers, trier)), None)
 
 
-def _known(at: Assignment, result: ProbeResult, trier: Trier) -> Known | None:
-    return Known.of(at, result, gpu_spec(trier.device.removeprefix("sim:")).context_bytes)
-
-
 def _has_room(at: Assignment, known: Known, levers: Levers, trier: Trier) -> bool:
     """Whether these settings are expected to leave room, by what is known of others."""
     bounds = Bounds(levers.space.recipe, levers.own, levers.space.stated)
-    return bounds.expected_bytes(known, at) <= roomy_bytes(trier.capacity_bytes, trier.device)
+    return bounds.expected_bytes(known, at) <= trier.room_bytes
 
 
 def _is_meant(levers: Levers, at: Assignment) -> bool:
@@ -160,7 +154,7 @@ def _is_meant(levers: Levers, at: Assignment) -> bool:
 
 def _larger(levers: Levers, trier: Trier, base: ProbeResult, name: str) -> Assignment:
     """The largest micro-batch or rollout that is expected to leave room; {} if there is none."""
-    known = _known({}, base, trier)
+    known = Known.of({}, base, trier.context_bytes)
     if name not in levers.own or known is None:
         return {}
     fitting = [n for n in levers.larger(name) if _has_room({name: n}, known, levers, trier)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.errors import ConfigError, printable, quoted
+from autofit.errors import ConfigError, option, printable, quoted
 from autofit.recipe.recipe import Recipe
 
 Counts = NDArray[np.int64]
@@ -46,13 +46,13 @@ class Lengths:
 def read_lengths(given: str | Sequence[int]) -> Lengths:
     """The lengths that a user gave: `p50,p95,max`, a file (`FILE` or `FILE:COLUMN`), or numbers. Raises ConfigError."""
     if not isinstance(given, str):
-        return Lengths(tokens=_checked(given, "--lengths"), source=f"{len(given):,} lengths as given")
+        return Lengths(tokens=_checked(given, option("lengths")), source=f"{len(given):,} lengths as given")
     parts = given.split(",")
     if all(part.strip().isdigit() for part in parts):
         return _of_quantiles([int(part) for part in parts], given)
     path, _, column = given.partition(":")
     if not Path(path).is_file():
-        raise ConfigError(f"--lengths must be {_FORMS}; got {quoted(given)}, and there is no such file")
+        raise ConfigError(f"{option('lengths')} must be {_FORMS}; got {quoted(given)}, and there is no such file")
     found = _read(Path(path), column or None)
     return Lengths(tokens=found, source=f"{len(found):,} lengths in {printable(given, 80)}")
 
@@ -60,8 +60,8 @@ def read_lengths(given: str | Sequence[int]) -> Lengths:
 def _of_quantiles(quantiles: Sequence[int], given: str) -> Lengths:
     if len(quantiles) != 3 or not 1 <= quantiles[0] <= quantiles[1] <= quantiles[2] <= _MOST_TOKENS:
         raise ConfigError(
-            f"--lengths p50,p95,max must be three whole numbers of tokens from 1 to {_MOST_TOKENS:,} that do not fall, "
-            f"for example 300,900,2048; got {quoted(given)}"
+            f"{option('lengths')} p50,p95,max must be three whole numbers of tokens from 1 to {_MOST_TOKENS:,} that do "
+            f"not fall, for example 300,900,2048; got {quoted(given)}"
         )
     return Lengths(tokens=_spread(*quantiles), source=f"lengths of median {quantiles[0]:,}, 95 % {quantiles[1]:,} and "
                    f"longest {quantiles[2]:,} tokens")  # fmt: skip
@@ -85,7 +85,7 @@ def _spread(middle: int, high: int, most: int) -> tuple[int, ...]:
 
 def _read(path: Path, column: str | None) -> tuple[int, ...]:
     """The lengths in a file: a whole number a line, or a column of CSV (with a header) or of JSON lines."""
-    what = f"--lengths {printable(str(path), 80)}"
+    what = f"{option('lengths')} {printable(str(path), 80)}"
     if path.stat().st_size > _MOST_BYTES:
         raise ConfigError(f"{what} must have at most {_MOST_BYTES:,} bytes; take some of its lines")
     try:

@@ -23,8 +23,8 @@ from autofit.forecast.lengths import Counts, Drawn, Lengths, drawn, lies_in_a_ro
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.profile import OF_TRL
 from autofit.recipe.recipe import Recipe
-from autofit.recipe.starting import OF_TRL
 from autofit.units import format_bytes, format_seconds
 
 Floats = NDArray[np.float64]

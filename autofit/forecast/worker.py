@@ -40,8 +40,8 @@ from autofit.files import Scratch, read_json, write_json
 from autofit.forecast.structures import LATER
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
+from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
-from autofit.probing.rank import simulated_rank
 from autofit.probing.simulated import layers_alike, needs_all_layers
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import Launch, split

@@ -68,7 +68,7 @@ def _named(tool: str, path: Path, made: Callable[[], Foreign]) -> Foreign:
     try:
         return made()
     except ConfigError as error:
-        raise ConfigError(f"{path}, read as a file of {tool}: {error}") from error
+        raise ConfigError(f"{path}, read as a file of {tool}: {error.marked}") from error
 
 
 def explain(path: Path, *, ranks: int | None = None) -> Explanation:
@@ -121,7 +121,7 @@ def _script(path: Path, ranks: int | None) -> Explanation:
             training = ms_swift.training(text, folder=folder)
         except ConfigError as error:
             raise ConfigError(
-                f"the script {path} must start ms-swift, TRL or `python -m verl.trainer.main_ppo`: {error}"
+                f"the script {path} must start ms-swift, TRL or `python -m verl.trainer.main_ppo`: {error.marked}"
             ) from error
         ranks = training.ranks if ranks is None else ranks
         return _with_recipe(

@@ -15,7 +15,7 @@ from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import near
 from autofit.recipe.launching import is_launch_key
-from autofit.recipe.starting import OF_TRL
+from autofit.recipe.profile import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TOOL = "TRL"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.hardware.card_names import board_of, card_of
 from autofit.hardware.nvml import Gpu, driver_gpus, visible_gpus, why_none
@@ -81,7 +81,10 @@ _USUAL_CARDS = ("t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a1
 _BY_NAME_ONLY = ("a800", "h20")  # sold in China alone: no size means them
 _OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB usable
 NO_NEEDS = CardNeeds()
-_GIVE = "give --target-vram SIZE (40GB selects the A100-40GB) or --gpu NAME, for example --gpu a100-40gb"
+_GIVE = (
+    f"give {option('target-vram', 'SIZE')} (40GB selects the A100-40GB) or {option('gpu', 'NAME')}, for example "
+    f"{option('gpu', 'a100-40gb')}"
+)
 
 
 def slot_names(device: Device, count: int) -> tuple[str, ...]:
@@ -140,7 +143,9 @@ def choose_device(asked: str, gpu: str | None = None) -> Device:
     """
     if gpu is not None:
         if asked not in ("auto", "sim"):
-            raise ConfigError(f"--gpu names a simulated card, so --device must be auto or sim; got {asked}")
+            raise ConfigError(
+                f"{option('gpu')} names a simulated card, so {option('device')} must be auto or sim; got {asked}"
+            )
         return f"sim:{_spec(gpu).name}"
     if asked == "sim":
         raise ConfigError(f"a simulated card needs a name or a size: {_GIVE}")
@@ -148,7 +153,10 @@ def choose_device(asked: str, gpu: str | None = None) -> Device:
         return "cpu"
     found = gpus()
     if asked == "cuda" and not found:
-        raise ConfigError(f"--device cuda needs a CUDA card, but {why_none()}; use --device cpu or --gpu NAME")
+        raise ConfigError(
+            f"{option('device', 'cuda')} needs a CUDA card, but {why_none()}; use {option('device', 'cpu')} or "
+            f"{option('gpu', 'NAME')}"
+        )
     return "cuda" if found else "cpu"
 
 
@@ -191,7 +199,7 @@ def card_of_size(size_bytes: int, needs: CardNeeds = NO_NEEDS) -> GpuSpec:
     if not larger:
         most = max(able, key=lambda spec: spec.capacity_bytes)
         raise ConfigError(
-            f"--target-vram must be at most the capacity of the largest known card, {most.name} with "
+            f"{option('target-vram')} must be at most the capacity of the largest known card, {most.name} with "
             f"{format_bytes(most.capacity_bytes)}; got {format_bytes(size_bytes)}"
         )
     return min(larger, key=lambda spec: (_box_sizes(spec), spec.name not in _USUAL_CARDS, spec.capacity_bytes))
@@ -270,7 +278,7 @@ def choose_target(asked_bytes: int | None, device: Device, cards: tuple[Gpu, ...
         return capacity
     if asked_bytes > capacity:
         raise ConfigError(
-            f"--target-vram must be at most the {what}'s memory of {format_bytes(capacity)}; got "
+            f"{option('target-vram')} must be at most the {what}'s memory of {format_bytes(capacity)}; got "
             f"{format_bytes(asked_bytes)}"
         )
     return asked_bytes

@@ -14,7 +14,7 @@ KEPT = 64  # lengths that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class SampleLengths:
     """The lengths of a dataset's samples, in tokens. Of a pair of answers, `longest` has the shorter one."""
 
     longest: tuple[int, ...]  # of the `KEPT` longest samples, in descending order
@@ -27,7 +27,7 @@ class Lengths:
     rest: int | None = None  # tokens of a batch's other sequences; None: as many, in the worst case
 
     @classmethod
-    def of(cls, lengths: Sequence[int], *, most: int, others: bool = False, **more: Any) -> "Lengths":
+    def of(cls, lengths: Sequence[int], *, most: int, others: bool = False, **more: Any) -> "SampleLengths":
         """Of the `lengths` of all samples, or with `others` of the longest: what was left out counts as shorter."""
         kept = tuple(sorted(lengths, reverse=True))
         return cls(longest=kept[:KEPT], most=most, least=0 if others else kept[-1], **more)
@@ -58,4 +58,4 @@ def is_padded(facts: Mapping[str, Any], micro_batch: int, limit: int | None) -> 
     lengths = facts.get("lengths")
     if lengths is None:
         return False
-    return Lengths(**{**lengths, "longest": tuple(lengths["longest"])}).padded(micro_batch, limit)
+    return SampleLengths(**{**lengths, "longest": tuple(lengths["longest"])}).padded(micro_batch, limit)

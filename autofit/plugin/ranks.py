@@ -16,6 +16,7 @@ import yaml
 from torch.distributed.device_mesh import init_device_mesh
 
 from autofit.errors import ConfigError
+from autofit.fakegpu.ranks import fake_ranks
 from autofit.files import Scratch
 from autofit.hardware.hardware import threads_of_each
 from autofit.recipe.launch import Launch, check_on_cpu
@@ -185,3 +186,32 @@ def _clean_environment() -> Iterator[dict[str, str]]:
     kept = {key: value for key, value in os.environ.items() if key in _KEPT}
     with mock.patch.dict(os.environ, kept, clear=True):
         yield dict(kept)
+
+
+# ----------------------------------------------------------------------------------------------- on the simulated card
+
+_NO_PORT = 1  # of the rank's environment: a fake process group connects to nobody
+
+
+@contextmanager
+def simulated_rank(launch: Launch, rank: int = 0, *, device: str = "sim:a100-80gb") -> Iterator[None]:
+    """Be rank `rank` of the launch inside: a trainer built there finds accelerate's settings and a process group.
+
+    Nothing for a plain launch. Enter it before `fake_gpu`, and build and train inside of both.
+    """
+    if launch.is_plain:
+        yield
+        return
+    environment = rank_environment(launch, rank=rank, port=_NO_PORT, device=device)
+    with mock.patch.dict(os.environ, environment), fake_ranks(launch.ranks, rank, servers=launch.server_ranks):
+        yield
+
+
+def share_differs(model: torch.nn.Module, launch: Launch) -> bool:
+    """Whether the last rank holds less of a trained model than rank 0: a first dimension that the ranks do not divide.
+
+    FSDP1 and ZeRO pad, so that the shares of all ranks are equal; so are copies of the whole.
+    """
+    if launch.sharding != "fsdp2":
+        return False
+    return any(parameter.dim() and parameter.shape[0] % launch.ranks for parameter in model.parameters())

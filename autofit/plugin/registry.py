@@ -16,14 +16,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError, nearest
+from autofit.errors import ConfigError, nearest, option
 from autofit.frontends.reading import refusal
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.profile import profile, trainer_of
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
 from autofit.recipe.source import Source
-from autofit.recipe.starting import OF_TRANSFORMERS, OF_TRL, trainer_of
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")
@@ -39,10 +39,10 @@ def check_name(name: str) -> None:
     """Raise ConfigError unless `name` is an installed trainer or has the form module:object. Imports no trainer."""
     module, colon, target = name.partition(":")
     if colon and (not target or not all(part.isidentifier() for part in [*module.split("."), *target.split(".")])):
-        raise ConfigError(f"--trainer takes module:object, for example my_loop:TRAINER; got {name!r}")
+        raise ConfigError(f"{option('trainer')} takes module:object, for example my_loop:TRAINER; got {name!r}")
     if not colon and name not in (known := names()):
         raise ConfigError(
-            f"--trainer must be one of {', '.join(known)}, or module:object for one of your own; got {name!r}"
+            f"{option('trainer')} must be one of {', '.join(known)}, or module:object for one of your own; got {name!r}"
             f"{nearest(name, known)}"
         )
 
@@ -96,7 +96,9 @@ def load(name: str) -> Trainer:
             raise ConfigError(f"{module_name} has no {target!r}{nearest(part, vars(found))}")
         found = getattr(found, part)
     if isinstance(found, type):
-        raise ConfigError(f"--trainer names an object, and {spec} is a class; name an instance: TRAINER = {target}()")
+        raise ConfigError(
+            f"{option('trainer')} names an object, and {spec} is a class; name an instance: TRAINER = {target}()"
+        )
     lacking = [name for name in _ATTRIBUTES if not hasattr(found, name)]
     if lacking:
         raise ConfigError(
@@ -120,7 +122,7 @@ def check_source_early(
     """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once."""
     values = merge(source.values, changes)
     named = trainer_for({**source.values, **changes}, trainer or source.trainer)
-    read = launched(values, launch, of_trl=named in OF_TRL, of_transformers=named in OF_TRANSFORMERS, own=source.launch)
+    read = launched(values, launch, of=profile(named), own=source.launch)
     changed = [key.partition(".")[0] for key in changes]
     check_early(source, read.values, trainer=named, device=device, changed=changed, prompt_tokens=prompt_tokens)
 
@@ -138,4 +140,4 @@ def check_early(
         try:
             point.load()(trainer, opened(values), inspection)
         except ConfigError as error:
-            raise ConfigError(f"{source.what}: {error}") from error
+            raise ConfigError(f"{source.what}: {error.marked}") from error

@@ -12,12 +12,11 @@ from types import FrameType
 from autofit.cluster.nodes import is_card_broken, node_fault
 from autofit.cluster.scheduler import own_job, own_node
 from autofit.errors import AutofitError, one_line
-from autofit.files import write_json
+from autofit.files import end_of, write_json
 from autofit.hardware.hardware import slot_names
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.launch import answer_in, lost, lost_path
-from autofit.probing.log_size import end_of
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeStatus
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from autofit.cluster.executor import Executor
 from autofit.cluster.scheduler import JobState, cluster_of
 from autofit.errors import EnvironmentFault, one_line, printable
-from autofit.files import write_json
+from autofit.files import end_of, write_json
 from autofit.probing.allocation import Allocation
 from autofit.probing.job import answered, cancel, run_probe
 from autofit.probing.launch import DebugLauncher, Launcher, answer_in, lost, lost_path
-from autofit.probing.log_size import end_of
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.errors import EnvironmentFault, one_line
+from autofit.errors import EnvironmentFault, one_line, option
 from autofit.files import last_line, read_json, write_json
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
@@ -19,7 +19,7 @@ from autofit.probing.slots import is_taken
 _START_S = 120.0  # the first context of a machine without a persistence daemon takes tens of seconds
 # The oldest driver for each CUDA, by its minor version compatibility (CUDA Toolkit 13.0 release notes, table 2).
 _OLDEST_DRIVER = {13: 580, 12: 525, 11: 450}
-_ELSEWHERE = "or simulate a card (--gpu NAME), or train on the CPU (--device cpu)"
+_ELSEWHERE = f"or simulate a card ({option('gpu', 'NAME')}), or train on the CPU ({option('device', 'cpu')})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import Scratch
+from autofit.files import Scratch, keep_small
 from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
-from autofit.probing.log_size import keep_small
-from autofit.probing.supervise import Ending, RanksEnded, computing_env, die_with_parent, keep_ranks
+from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env, die_with_parent, keep_ranks
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"
@@ -87,7 +86,7 @@ class ForkServer:
             )  # fmt: skip
         self._stays = stays is not None
 
-    def call(self, message: Mapping[str, object]) -> Ending:
+    def call(self, message: Mapping[str, object]) -> ProcessEnding:
         """Run the function named by `message` in a forked child; returns its Ending."""
         if self._kept is not None:
             try:
@@ -157,7 +156,7 @@ def server_for(folder: Path) -> ForkServer:
     return server
 
 
-def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> Ending:
+def call(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> ProcessEnding:
     """The Ending of one call. Raises ServerGone, or EnvironmentFault if the child's keeper was killed."""
     return call_ranks(socket_path, message, alive=alive).alone
 

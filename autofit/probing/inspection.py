@@ -31,7 +31,7 @@ def run(request_path: str) -> int:
     try:
         trainer = load(str(request["trainer"]))
     except ConfigError as error:
-        answer = {"error": str(error), "of_trainer": True}
+        answer = {"error": error.marked, "of_trainer": True}
     except (SystemExit, KeyboardInterrupt) as error:
         answer = {"error": f"the trainer {request['trainer']!r} ended the import {_exit_of(error)}", "of_trainer": True}
     else:
@@ -68,7 +68,7 @@ def _told(trainer: Trainer, values: dict[str, object], inspection: Inspection) -
         facts = trainer.inspect(opened(values), inspection)
         return replace(facts, values=sealed(facts.values), resolved=sealed(facts.resolved)).to_json()
     except ConfigError as error:
-        return {"error": str(error)}
+        return {"error": error.marked}
     except (SystemExit, KeyboardInterrupt) as error:
         traceback.print_exc()
         frames = traceback.extract_tb(error.__traceback__)

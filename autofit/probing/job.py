@@ -11,17 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
-from autofit.files import read_json, write_atomically, write_json
+from autofit.files import keep_small, read_json, write_atomically, write_json
 from autofit.hardware.hardware import gpu_of_slot
 from autofit.hardware.health import look_at_cards
 from autofit.probing.fork_server import ServerGone, call_ranks
 from autofit.probing.kept import keep_answer, kept_answer
-from autofit.probing.log_size import keep_small
 from autofit.probing.oom import exited_for_oom
 from autofit.probing.rank_probes import has_ranks, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import Ending, RanksEnded, computing_env, keep_ranks, note_of
+from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env, keep_ranks, note_of
 from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
 
@@ -55,7 +54,9 @@ def _run_in_slots(request: ProbeRequest, cards: int) -> None:
     """Run the probe to its answer, or until it is cancelled."""
     with _slots(request, cards) as held:
         name = None if held is None else ",".join(held)
-        ending = Ending(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
+        ending = (
+            ProcessEnding(exit_code=-signal.SIGKILL, abandoned=True) if name is None else _keep(request, name, request)
+        )
         if read_json(request.answer_path) is None and not ending.abandoned:
             write_json(request.answer_path, classified(ending, request).to_json())
         if name is not None and ending.left_pid is None and _can_say_how_far_over(request, name):
@@ -125,7 +126,7 @@ def _can_say_how_far_over(request: ProbeRequest, slot_name: str) -> bool:
     return all(gpu is not None and gpu.capacity_bytes > _LARGER * request.limit_bytes for gpu in cards)
 
 
-def _grade(request: ProbeRequest, slot_name: str) -> Ending:
+def _grade(request: ProbeRequest, slot_name: str) -> ProcessEnding:
     """Probe again without the cap, and add its bytes and seconds to the answer. The verdict stays that of the cap."""
     free = replace(request, folder=request.folder / "uncapped", measured_steps=1, capped=False)
     free.folder.mkdir(exist_ok=True)
@@ -149,7 +150,7 @@ def _grade(request: ProbeRequest, slot_name: str) -> Ending:
     return ending
 
 
-def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> Ending:
+def _keep(request: ProbeRequest, slot_name: str, asked: ProbeRequest) -> ProcessEnding:
     """Run the probe to its end; a cancellation of the request `asked` ends it too."""
     request.answer_path.unlink(missing_ok=True)  # of a job that was killed here before
     env: dict[str, str] = {}
@@ -185,7 +186,7 @@ def _keep_workers(
         except ServerGone:
             pass  # nothing has run yet: start the workers below
         except EnvironmentFault:  # they may have run: do not run them again
-            return RanksEnded(endings=(Ending(exit_code=-signal.SIGKILL),) * len(requests), first=0)
+            return RanksEnded(endings=(ProcessEnding(exit_code=-signal.SIGKILL),) * len(requests), first=0)
     return keep_ranks(
         lambda rank: _start_cold(requests[rank], env), len(requests), deadline_s=first.deadline_s, abandoned=left
     )
@@ -212,7 +213,7 @@ def _too_few(request: ProbeRequest, cards: int) -> ProbeResult:
     return ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=Cause.RAISED)
 
 
-def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
+def classified(ending: ProcessEnding, request: ProbeRequest) -> ProbeResult:
     """The result of a probe that ended without writing an answer."""
     phase = request.phase_path.read_text() if request.phase_path.exists() else "load"
     status, cause, what = _end_of(ending, request)
@@ -226,7 +227,7 @@ def classified(ending: Ending, request: ProbeRequest) -> ProbeResult:
     )
 
 
-def _end_of(ending: Ending, request: ProbeRequest) -> tuple[ProbeStatus, Cause | None, str]:
+def _end_of(ending: ProcessEnding, request: ProbeRequest) -> tuple[ProbeStatus, Cause | None, str]:
     """(status, cause, reason in words)."""
     if ending.left_pid is not None:
         what = f"process {ending.left_pid} of the probe hangs in the driver (SIGKILL did not end it)"

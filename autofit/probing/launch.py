@@ -20,9 +20,8 @@ import submitit
 from autofit.cluster.executor import LOCAL, SLURM, Executor, Kind
 from autofit.cluster.scheduler import Cluster, JobState, cluster_of
 from autofit.errors import EnvironmentFault
-from autofit.files import is_full, private_folder, read_json, write_json
+from autofit.files import end_of, is_full, private_folder, read_json, write_json
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
-from autofit.probing.log_size import end_of
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import lives, note_of
 

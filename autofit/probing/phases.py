@@ -9,7 +9,7 @@ from autofit.probing.memory import Memory
 from autofit.probing.result import PhasePeak
 
 
-class Recorder:
+class PhaseRecorder:
     """Records the current phase of the probe, the peak of each phase, and its seconds in the measured steps."""
 
     def __init__(self, memory: Memory, phase_path: Path) -> None:
@@ -37,7 +37,7 @@ class Recorder:
 class Followed(Report):
     """A run's report that passes its phases to a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: PhaseRecorder) -> None:
         self.recorder = recorder
 
     def enter(self, phase: str) -> str:
@@ -65,7 +65,7 @@ class StepClock(Followed):
     as the first of a process also loads kernels.
     """
 
-    def __init__(self, run: Run, recorder: Recorder, memory: Memory, *, measure_after: int, round_of: int) -> None:
+    def __init__(self, run: Run, recorder: PhaseRecorder, memory: Memory, *, measure_after: int, round_of: int) -> None:
         super().__init__(recorder)
         self._run, self._memory, self._measure_after, self._round_of = run, memory, measure_after, round_of
         self.step_s: list[float] = []

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from autofit.cluster.executor import SLURM, Kind
 from autofit.cluster.scheduler import own_node
-from autofit.errors import EnvironmentFault
 from autofit.files import cannot_write, read_json, write_json
 
 _AT = "@"
@@ -35,7 +34,7 @@ class Pool:
                 (self.home / folder).mkdir(parents=True, exist_ok=True)
             write_json(self.home / _KIND, {"kind": kind})
         except OSError as error:
-            raise EnvironmentFault(cannot_write(self.home, error)) from error
+            raise cannot_write(self.home, error) from error
         for node in _names(self.home / "faults"):
             (self.home / "faults" / node).unlink(missing_ok=True)
 
@@ -50,7 +49,7 @@ class Pool:
         try:
             (self.home / "queue" / name).touch()
         except OSError as error:
-            raise EnvironmentFault(cannot_write(self.home, error)) from error
+            raise cannot_write(self.home, error) from error
 
     def waiting(self) -> set[str]:
         """The probes that no job has taken."""

@@ -11,7 +11,7 @@ from typing import cast
 
 import psutil
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line
+from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
 from autofit.files import OWNER, is_full, last_line, read_json, write_json
 from autofit.hardware.hardware import gpus
@@ -19,15 +19,15 @@ from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import check_early, code_hash
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, TrainerName, merge
 from autofit.recipe.secrets import sealed, without_secrets
 from autofit.recipe.server import needs_server
 from autofit.recipe.source import Source, read_source
 from autofit.recipe.spread import spread, with_launch
-from autofit.recipe.starting import OF_TRANSFORMERS, OF_TRL
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 _LENGTHS_S = 60.0  # for some of its samples, which take a second or two
@@ -51,9 +51,7 @@ def prepare(
     """
     source = given if isinstance(given, Source) else read_source(given)
     values = sealed(merge(source.values, changes or {}))
-    read = launched(
-        values, launch, of_trl=trainer in OF_TRL, of_transformers=trainer in OF_TRANSFORMERS, own=source.launch
-    )
+    read = launched(values, launch, of=profile(trainer), own=source.launch)
     changed = [key.partition(".")[0] for key in changes or {}]
     if trains and device == "cpu":
         check_on_cpu(read.launch)
@@ -82,7 +80,7 @@ def prepare(
     answer = read_json(answer_path)
     if answer is None and is_full(folder):
         raise EnvironmentFault(
-            f"no space left to write {answer_path}; free some space or choose another folder with --dir"
+            f"no space left to write {answer_path}; free some space or choose another folder with {option('dir')}"
         )
     if answer is None:
         raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
@@ -98,8 +96,8 @@ def prepare(
     if trains and device == "cuda" and needs_server(facts.resolved, facts.values):
         raise ConfigError(
             f"{source.what}: vllm_mode: server needs a server that no probe starts, so such a recipe is only "
-            f"simulated: give --gpu NAME, such as --gpu h100 (promote starts the server), or start one and name it "
-            f"with vllm_server_base_url, or set vllm_mode: colocate"
+            f"simulated: give {option('gpu', 'NAME')}, such as {option('gpu', 'h100')} (promote starts the server), or "
+            "start one and name it with vllm_server_base_url, or set vllm_mode: colocate"
         )
     how = read.launch.batching(facts.resolved, facts.keys)
     shared: dict[str, object] = {} if how.is_plain else {LAUNCH: how.to_values()}
@@ -154,7 +152,7 @@ def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
     return with_launch(replace(recipe, notes=notes), replace(recipe.launch, machines=machines))
 
 
-def _end_of(ending: Ending) -> str:
+def _end_of(ending: ProcessEnding) -> str:
     """How the process that read a recipe ended without an answer, in words."""
     if ending.deadline_passed:
         return f"took more than {_INSPECTION_S:.0f} s"
@@ -192,7 +190,9 @@ def _on_cards(recipe: Recipe, cards: int) -> Recipe:
         recipe = _with_server(recipe, cards)
     ranks = cards - recipe.launch.server_ranks
     if ranks < 1:
-        raise ConfigError(f"--gpus must be more than the {recipe.launch.server_ranks} of the vLLM server; got {cards}")
+        raise ConfigError(
+            f"{option('gpus')} must be more than the {recipe.launch.server_ranks} of the vLLM server; got {cards}"
+        )
     return spread(recipe, ranks)
 
 

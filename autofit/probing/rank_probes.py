@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from autofit.files import write_json
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus, RankPeak
-from autofit.probing.supervise import Ending, RanksEnded, free_port
+from autofit.probing.supervise import ProcessEnding, RanksEnded, free_port
 from autofit.recipe.launch import Launch
 
 PORT_IS_TAKEN = errno.EADDRINUSE  # exit code of a rank that found another process listening on the port
 PORTS = 5  # that are tried: another program may take one between its choice and its use
-Classify = Callable[[Ending, ProbeRequest], ProbeResult]
+Classify = Callable[[ProcessEnding, ProbeRequest], ProbeResult]
 Keep = Callable[[Sequence[ProbeRequest]], RanksEnded]  # starts a worker for each request, and waits for all
 
 
@@ -24,14 +24,16 @@ def has_ranks(request: ProbeRequest) -> bool:
     return request.rank is None and not request.device.startswith("sim:") and not Launch.of(request.values).is_plain
 
 
-def keep_rank_probes(request: ProbeRequest, keep: Keep, *, abandoned: Callable[[], bool], classify: Classify) -> Ending:
+def keep_rank_probes(
+    request: ProbeRequest, keep: Keep, *, abandoned: Callable[[], bool], classify: Classify
+) -> ProcessEnding:
     """Run the ranks of `request` to their ends and write its answer, unless it was abandoned."""
     for _ in range(PORTS):
         requests = _rank_requests(request)
         ended = keep(requests)
         shutil.rmtree(request.folder / "checkpoints", ignore_errors=True)  # a killed rank 0 leaves them
         if abandoned():
-            return Ending(exit_code=ended.worst.exit_code, abandoned=True)
+            return ProcessEnding(exit_code=ended.worst.exit_code, abandoned=True)
         if ended.worst.exit_code != PORT_IS_TAKEN:
             break
     write_json(request.answer_path, joined_answer(requests, ended, classify).to_json())

@@ -30,7 +30,7 @@ KILLED_WITHIN_S = 30.0  # of SIGKILL: a process that lives on hangs in a driver,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class ProcessEnding:
     """The end of a child: its exit code (negative: the signal), and whether the keeper or the kernel killed it."""
 
     exit_code: int
@@ -49,17 +49,17 @@ class RanksEnded:
     Ranks that the keeper killed, as another one had failed, are `abandoned`.
     """
 
-    endings: tuple[Ending, ...]
+    endings: tuple[ProcessEnding, ...]
     first: int | None = None
 
     @property
-    def worst(self) -> Ending:
+    def worst(self) -> ProcessEnding:
         """The end of the rank that failed first, of rank 0 where none did, with any process that SIGKILL left alive."""
         left = next((ending.left_pid for ending in self.endings if ending.left_pid is not None), None)
         return replace(self.endings[self.first or 0], left_pid=left)
 
     @property
-    def alone(self) -> Ending:
+    def alone(self) -> ProcessEnding:
         """The end of the only process."""
         return replace(self.endings[0], rank=None)
 
@@ -68,7 +68,7 @@ class RanksEnded:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RanksEnded":
-        return cls(endings=tuple(Ending(**ending) for ending in content["endings"]), first=content["first"])
+        return cls(endings=tuple(ProcessEnding(**ending) for ending in content["endings"]), first=content["first"])
 
 
 Keep = Callable[[Sequence[dict[str, str]]], RanksEnded]  # starts a rank in each environment, and waits for all
@@ -123,10 +123,10 @@ def keep_ranks(
         kill_descendants(but=others | {pids[rank] for rank in handles.values()})
     oom = kernel_oom_kills() > kills_before
 
-    def ending(rank: int) -> Ending:
+    def ending(rank: int) -> ProcessEnding:
         code = codes.get(rank, -signal.SIGKILL)
         by_others = code == -signal.SIGKILL and rank not in killed
-        return Ending(
+        return ProcessEnding(
             exit_code=code, deadline_passed=late and rank in killed,
             abandoned=rank in killed and not late, kernel_oom=oom and by_others, rank=rank,
             left_pid=None if rank in codes else pids[rank],
@@ -142,7 +142,7 @@ def _kill(pids: Mapping[int, int], ranks: set[int]) -> None:
 
 def keep(
     start: Callable[[], int], *, deadline_s: float = math.inf, abandoned: Callable[[], bool] = lambda: False
-) -> Ending:
+) -> ProcessEnding:
     """The end of the child that `start` starts, kept as `keep_ranks` does."""
     return keep_ranks(lambda _: start(), 1, deadline_s=deadline_s, abandoned=abandoned).alone
 

@@ -23,7 +23,7 @@ from autofit.plugin.registry import load
 from autofit.probing.fork_server import as_inside
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
-from autofit.probing.phases import Followed, Recorder, StepClock
+from autofit.probing.phases import Followed, PhaseRecorder, StepClock
 from autofit.probing.rank_probes import PORT_IS_TAKEN
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
 from autofit.probing.supervise import die_with_parent
@@ -44,11 +44,11 @@ def run(request_path: str) -> int:
     env = request.values.get("env")
     if isinstance(env, dict):  # set here: the allocator reads its settings before the recipe is parsed
         os.environ.update({str(key): str(value) for key, value in env.items()})
-    recorder: list[Recorder] = []
+    recorder: list[PhaseRecorder] = []
     try:
         request.pid_path.write_text(str(os.getpid()), encoding="ascii")
         with rank_of(request), memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
-            recorder.append(Recorder(memory, request.phase_path))
+            recorder.append(PhaseRecorder(memory, request.phase_path))
             result = _probe_of_ranks(request, memory, recorder[0])
     except Exception as error:
         loading = not recorder or recorder[0].phase == LOAD
@@ -76,7 +76,7 @@ def rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
     return as_rank(launch, rank=request.rank, port=request.port, device=request.device)
 
 
-def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder]) -> ProbeResult:
+def _failure(request: ProbeRequest, error: Exception, recorders: list[PhaseRecorder]) -> ProbeResult:
     import traceback
 
     traceback.print_exception(error)  # into the probe's log
@@ -98,13 +98,13 @@ def _failure(request: ProbeRequest, error: Exception, recorders: list[Recorder])
     )  # fmt: skip
 
 
-def _probe_of_ranks(request: ProbeRequest, memory: Memory, recorder: Recorder) -> ProbeResult:
+def _probe_of_ranks(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder) -> ProbeResult:
     """The probe; of several simulated ranks that of rank 0, and of the last rank too where it has another share."""
     first, run = _probe(request, memory, recorder)
     launch = Launch.of(request.values)
     if launch.is_plain or not request.device.startswith("sim:"):
         return first
-    from autofit.probing.rank import share_differs
+    from autofit.plugin.ranks import share_differs
     from autofit.probing.simulated import SimMemory
 
     assert isinstance(memory, SimMemory)
@@ -118,7 +118,7 @@ def _probe_of_ranks(request: ProbeRequest, memory: Memory, recorder: Recorder) -
     return replace(results[largest], rank=largest, ranks=tuple(peaks))
 
 
-def _probe(request: ProbeRequest, memory: Memory, recorder: Recorder) -> tuple[ProbeResult, Run]:
+def _probe(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder) -> tuple[ProbeResult, Run]:
     trainer = load(request.trainer)
     memory.start()
     train = _train_simulated if request.device.startswith("sim:") else _train_and_resume
@@ -156,7 +156,9 @@ def _task(request: ProbeRequest, *, steps: int) -> Task:
     )  # fmt: skip
 
 
-def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder, trainer: Trainer) -> tuple[Run, Any]:
+def _train_and_resume(
+    request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, trainer: Trainer
+) -> tuple[Run, Any]:
     """Load, one step, save; then load, resume, one step and the measured steps. (run, its step times)."""
     task, (_, values) = _task(request, steps=1), split(request.values)
     try:
@@ -182,7 +184,9 @@ def _train_and_resume(request: ProbeRequest, memory: Memory, recorder: Recorder,
     return run, steps
 
 
-def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, trainer: Trainer) -> tuple[Run, Any]:
+def _train_simulated(
+    request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, trainer: Trainer
+) -> tuple[Run, Any]:
     """Load and two steps; only the second is measured: it has the optimizer's state, and simulated steps do not vary.
 
     A simulated card keeps no values, so the probe does not save or resume. It runs with few layers first, and again
@@ -202,7 +206,7 @@ def _train_simulated(request: ProbeRequest, memory: Memory, recorder: Recorder, 
 
 
 def _simulated(
-    request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool
+    request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, shallow: bool
 ) -> tuple[Run, Any]:
     """The run and what it says; with all its micro-batches where those that were left out cannot be repeated."""
     from autofit.fakegpu.depth.stack import NotRepeatingError
@@ -219,9 +223,9 @@ def _simulated(
 
 
 def _train_on_card(
-    request: ProbeRequest, memory: Any, recorder: Recorder, trainer: Trainer, *, shallow: bool, leaves_out: bool
+    request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, shallow: bool, leaves_out: bool
 ) -> Run:
-    from autofit.probing.rank import simulated_rank
+    from autofit.plugin.ranks import simulated_rank
     from autofit.probing.simulated import layers_alike, loaded_bytes
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
@@ -255,7 +259,7 @@ class _StepMarks(Followed):
     """
 
     def __init__(
-        self, recorder: Recorder, memory: Any, *, measure_after: int, loads_apart: bool, leaves_out: bool
+        self, recorder: PhaseRecorder, memory: Any, *, measure_after: int, loads_apart: bool, leaves_out: bool
     ) -> None:
         super().__init__(recorder)
         self.leaves_out = leaves_out

@@ -12,7 +12,7 @@ from autofit.files import read_json
 from autofit.hardware.hardware import threads_of_each
 from autofit.probing.rank_probes import PORT_IS_TAKEN, PORTS
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, free_port, keep_ranks
+from autofit.probing.supervise import Keep, ProcessEnding, RanksEnded, computing_env, free_port, keep_ranks
 from autofit.promotion.interruption import ask_to_end, asked_to_end, listen, start_deaf
 from autofit.promotion.rescue import goes_on
 from autofit.promotion.run_folder import (
@@ -38,7 +38,7 @@ from autofit.watching.events import Kind, RunEvent, keep_event
 _CHECKPOINTS = 5  # that are passed over, one after the other, as no rank can load them
 
 
-def run_ranks(folder: Path, launch: Launch, keep: Keep) -> Ending:
+def run_ranks(folder: Path, launch: Launch, keep: Keep) -> ProcessEnding:
     """Train on the ranks of `launch` until their end; what ended them is in the folder of the run.
 
     `keep` gets what is each rank's own in its environment. Returns the end of the rank that failed first; of rank 0
@@ -105,12 +105,12 @@ def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
         RunFolder(folder).fail(reason)
 
 
-def _was_killed(ending: Ending) -> bool:
+def _was_killed(ending: ProcessEnding) -> bool:
     """Whether somebody else than the keeper killed a rank."""
     return ending.exit_code < 0 and not ending.abandoned and not ending.deadline_passed
 
 
-def _killed(folder: Path, rank: int, ending: Ending, launch: Launch) -> RunEvent:
+def _killed(folder: Path, rank: int, ending: ProcessEnding, launch: Launch) -> RunEvent:
     step, phase = place_of(folder, rank)
     name = signal.Signals(-ending.exit_code).name
     how = "by the kernel, as the machine had no memory left" if ending.kernel_oom else f"by {name}"
@@ -175,7 +175,7 @@ def _env_of(cards: Sequence[str]) -> dict[str, str]:
     return env
 
 
-def train_to_the_end(request_path: Path, folder: Path, keep: Keep) -> Ending:
+def train_to_the_end(request_path: Path, folder: Path, keep: Keep) -> ProcessEnding:
     """Train, and after an OOM again with the next setting that needs less memory; keeps and returns the end.
 
     `keep` starts a process in each environment that it gets, and waits for all: a rescue may change how many.

@@ -112,7 +112,7 @@ _FRAGMENTED_FRAC = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class RescueStep:
     """One step down the ladder: `changes` of the running recipe's YAML, where None removes a key."""
 
     changes: Mapping[str, object]
@@ -136,7 +136,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
+class RescueLadder:
     """What the rungs of a promoted run follow from: facts of its study, as plain values."""
 
     trial: int
@@ -159,7 +159,7 @@ class Ladder:
     def of(
         cls, record: StudyRecord, chosen: Trial, trials: Iterable[Trial], *, values: Mapping[str, object], device: str,
         allow: Tier,
-    ) -> "Ladder":  # fmt: skip
+    ) -> "RescueLadder":  # fmt: skip
         """The ladder of the trial `chosen`, whose YAML is `values`, on `device`."""
         keys, resolved = record.batch_keys, merge(record.resolved, chosen.yaml_changes)
         return cls(
@@ -178,7 +178,7 @@ class Ladder:
         return {**plain, "keys": self.keys.to_json(), "compared": list(self.compared), "speeds": speeds}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, object]) -> "Ladder":
+    def from_json(cls, content: Mapping[str, object]) -> "RescueLadder":
         rows = cast("list[tuple[dict[str, object], float, int]]", content["speeds"])
         special = {
             "keys": BatchKeys.from_json(cast("Mapping[str, str | None]", content["keys"])),
@@ -198,7 +198,7 @@ class Ladder:
             compared=self.compared, left_out=self.left_out, other_names=self.other_names,
         )  # fmt: skip
 
-    def rungs(self, taken: Sequence[Mapping[str, object]], oom: Oom, *, again: bool = False) -> list[Rung]:
+    def rungs(self, taken: Sequence[Mapping[str, object]], oom: Oom, *, again: bool = False) -> list[RescueStep]:
         """The next rungs after the changes `taken` for this OOM: higher tiers first, then what loses least speed.
 
         `again` says that the last rescue was at the same step. An OOM in the rollout is first met by what leaves every
@@ -216,14 +216,14 @@ class Ladder:
             found.sort(key=lambda rung: self.keys.accumulation in rung.changes or self.keys.rollout not in rung.changes)
         return [r for r in found if at_start or not r.restarts]
 
-    def _of_space(self, recipe: Recipe, oom: Oom) -> list[Rung]:
+    def _of_space(self, recipe: Recipe, oom: Oom) -> list[RescueStep]:
         space = self._space(recipe)
         if space is None:
             return []
         params = [*smaller_micro_batch(space, recipe, oom), *smaller_rollout(space, recipe, oom), *one_down(space)]
         candidates = [space.candidate({**space.params(space.baseline), **changed}) for changed in params]
         return [
-            Rung(
+            RescueStep(
                 changes=(changes := space.yaml_changes(c)),
                 tier=space.tier(c),
                 remark=self._remark(space.changes(c), recipe, oom),
@@ -252,11 +252,11 @@ class Ladder:
             return Space.of(recipe, (alone,), allow=self.allow, device=self.device)
         return None
 
-    def _in_order(self, rungs: list[Rung], recipe: Recipe) -> list[Rung]:
+    def _in_order(self, rungs: list[RescueStep], recipe: Recipe) -> list[RescueStep]:
         """Higher tiers first, then what changes nothing at all, then the fastest that the study measured."""
         return sorted(rungs, key=lambda r: (TIERS.index(r.tier), bool(r.remark), self._step_s(r, recipe)))
 
-    def _step_s(self, rung: Rung, recipe: Recipe) -> float:
+    def _step_s(self, rung: RescueStep, recipe: Recipe) -> float:
         """The step time that the study measured with this rung, where it needed less memory; else infinite."""
         changes = _difference(self.resolved, merge(recipe.resolved, rung.changes))
         less = [
@@ -279,7 +279,7 @@ def _difference(one: Mapping[str, object], other: Mapping[str, object]) -> dict[
     return {key: value for key, value in other.items() if value is not None and one.get(key) != value}
 
 
-def _evaluation(recipe: Recipe) -> list[Rung]:
+def _evaluation(recipe: Recipe) -> list[RescueStep]:
     """A smaller micro-batch of the evaluation, which trains nothing."""
     smaller = None if recipe.generates else largest_part(cast(int, recipe.resolved.get(_EVALUATION) or 1))
-    return [] if smaller is None else [Rung(changes={_EVALUATION: smaller})]
+    return [] if smaller is None else [RescueStep(changes={_EVALUATION: smaller})]

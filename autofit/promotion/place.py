@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.card_names import card_of
 from autofit.hardware.hardware import Device, choose_device, gpus, slices_fault
 from autofit.hardware.nvml import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
-from autofit.recipe.server import Server, needs_server
+from autofit.recipe.server import RolloutServer, needs_server
 
 _NAMES_FILES = re.compile(r"dataset|data_files|data_dir|model_name_or_path|reward|teacher|tokenizer|chat_template_path")
 _IS_A_PATH = re.compile(r"(/|\./|\.\./|~/).*|.*\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|jinja)")
@@ -115,7 +115,10 @@ def training_device(
     return studied
 
 
-_SAY_WHERE = "say where the run trains with --device cpu or --device cuda, or write its YAML only with --write-only"
+_SAY_WHERE = (
+    f"say where the run trains with {option('device', 'cpu')} or {option('device', 'cuda')}, or write its YAML only "
+    f"with {option('write-only')}"
+)
 
 
 def machines_of(launch: Launch, executor: Executor) -> int:
@@ -134,18 +137,18 @@ def machines_of(launch: Launch, executor: Executor) -> int:
         works = ", ".join(str(n) for n in sorted(divisors(launch.ranks)))
         raise ConfigError(
             f"the {launch.ranks} rank(s) of the run cannot be divided by --nodes {asked}; give --nodes {works}, or "
-            f"search on a multiple of {asked} ranks (--num_processes)"
+            f"search on a multiple of {asked} ranks ({option('num_processes')})"
         )
     return asked
 
 
 def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> None:
     """Raise ConfigError for a launch whose ranks cannot be started on `device` of this machine, or of Slurm's."""
-    write = "write its files with --write-only, and start it with the command that they name"
+    write = f"write its files with {option('write-only')}, and start it with the command that they name"
     if launch.machines > 1 and not executor.is_cluster:
         raise ConfigError(
-            f"the run trains on {launch.machines} machines, and autofit starts it on one; give --executor slurm, or "
-            f"{write}"
+            f"the run trains on {launch.machines} machines, and autofit starts it on one; give "
+            f"{option('executor', 'slurm')}, or {write}"
         )
     if device == "cpu" and launch.sharding not in ("ddp", "fsdp2"):
         raise ConfigError(f"ranks on the CPU train with ddp or fsdp2, and the run has {launch.sharding}; {write}")
@@ -160,7 +163,7 @@ def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> N
 def server_of(
     resolved: Mapping[str, object], values: Mapping[str, object], device: Device, executor: Executor, *,
     say: Callable[[str], None] = lambda _: None,
-) -> Server | None:  # fmt: skip
+) -> RolloutServer | None:  # fmt: skip
     """The vLLM server that the job of the run starts, and where; None where the recipe has none, or the user starts it.
 
     On this machine a recipe says that it has cards for its server (`launch.server_ranks`). Raises ConfigError for one
@@ -169,7 +172,7 @@ def server_of(
     launch = Launch.of(values)
     if not needs_server(resolved, values) or not (executor.is_cluster or (device == "cuda" and launch.server_ranks)):
         return None
-    server = Server.of(values)
+    server = RolloutServer.of(values)
     cards = f"{server.cards} card{'s' if server.cards > 1 else ''}"
     place = f"{cards} of this machine"
     if executor.is_cluster:
@@ -179,13 +182,13 @@ def server_of(
     return server
 
 
-def for_slurm(executor: Executor, launch: Launch, device: Device, server: Server | None = None) -> Executor:
+def for_slurm(executor: Executor, launch: Launch, device: Device, server: RolloutServer | None = None) -> Executor:
     """`executor` with what the run needs and nobody asked for: its nodes, and a card for each rank.
 
     A server has a node of its own. Slurm gives all nodes of a job as many cards as the one that needs most.
     """
     options = ("gres", "gpus", "gpus-per-task", "gpus-per-node")
-    given = executor.gpus_per_node or any(option in executor.slurm for option in options)
+    given = executor.gpus_per_node or any(key in executor.slurm for key in options)
     needed = max(launch.ranks // launch.machines, 0 if server is None else server.cards)
     cards = executor.gpus_per_node if given or device != "cuda" else str(needed)
     return replace(executor, nodes=launch.machines + (server is not None), gpus_per_node=cards)
@@ -199,7 +202,8 @@ def signal_s(executor: Executor) -> int:
 def _given(asked: str) -> Device:
     if asked == "cuda" and not gpus():
         raise ConfigError(
-            f"--device cuda needs a CUDA card, but {why_none()}; give --device cpu, or run it on a machine with a card"
+            f"{option('device', 'cuda')} needs a CUDA card, but {why_none()}; give {option('device', 'cpu')}, or run "
+            "it on a machine with a card"
         )
     return choose_device(asked)
 

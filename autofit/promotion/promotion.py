@@ -19,7 +19,7 @@ from autofit.promotion.checkpoints import checkpoints
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
 from autofit.promotion.joining import as_a_trial
-from autofit.promotion.ladder import Ladder
+from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.place import (
     check_found,
     check_ranks,
@@ -39,7 +39,7 @@ from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
-from autofit.recipe.server import Server
+from autofit.recipe.server import RolloutServer
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.describe import describe_changes
 from autofit.tuning.frontier import BEST, LEANEST, Rule, Trial, leanest, winner
@@ -102,10 +102,10 @@ class Promotion:
     generates: bool
     trains_on_data: bool
     command: str | None  # the command that runs the tuned YAML without autofit, up to the file's name
-    server: Server | None = None  # the vLLM server that the job of the run starts
+    server: RolloutServer | None = None  # the vLLM server that the job of the run starts
     confirmation: str = ""  # the state of the trial's confirmation run, as a sentence
     promise: Promise | None = None
-    ladder: Ladder | None = None  # what the run may change after an OOM
+    ladder: RescueLadder | None = None  # what the run may change after an OOM
     own: OwnFile | None = None  # the tuned file of the tool that the user trains with, if that is another
 
     @property
@@ -177,7 +177,7 @@ def plan_promotion(
     return Promotion(
         folder=home, study=study.study_name, trial=chosen, device=where, trainer=record.trainer,
         values=values, yaml_path=path, tuned=tuned, written=written,
-        ladder=Ladder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
+        ladder=RescueLadder.of(record, chosen, trials_of(study), values=values, device=where, allow=allow),
         cwd=cwd, proof=proof, confirmation=sure, generates=record.batch_keys.rollout is not None,
         trains_on_data=record.trains_on_data, command=record.command, server=server,
         promise=promise_of(chosen, record, proof.sentence), own=_in_own_keys(record.foreign, chosen, say),

@@ -31,7 +31,7 @@ _MOST_SAVING_FRAC = 0.05
 _RSS_EVERY_S = 0.5  # between two readings of the process' memory
 
 
-class Recorder(Report):
+class RunRecorder(Report):
     """Writes each logged step to progress.jsonl and what watchers say to events.jsonl; saves about once a minute."""
 
     ranks = 1
@@ -193,7 +193,7 @@ class Where(Report):
         self.moved()
 
 
-class Locating(Where, Recorder):
+class Locating(Where, RunRecorder):
     """A recorder that knows in which phase of which step the run is."""
 
 

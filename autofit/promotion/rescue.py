@@ -12,10 +12,10 @@ from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.oom import exited_for_oom
-from autofit.probing.supervise import Ending
+from autofit.probing.supervise import ProcessEnding
 from autofit.promotion.checkpoints import checkpoints, step_of
 from autofit.promotion.interruption import asked_to_end
-from autofit.promotion.ladder import Ladder, Rung
+from autofit.promotion.ladder import RescueLadder, RescueStep
 from autofit.promotion.run_folder import Oom, RunFolder, forget_oom, log_of, read_oom
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Verdict, prove_changes
@@ -28,7 +28,7 @@ _MOST_UNCHANGED = 5  # starts with the same settings, each of which got further 
 FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml")
 
 
-def goes_on(request_path: Path, ending: Ending) -> bool:
+def goes_on(request_path: Path, ending: ProcessEnding) -> bool:
     """Whether the training is to start again: it was out of memory, and its request now has the next rung's values.
 
     Without a rung that is left, the reason is in failed.json.
@@ -40,7 +40,7 @@ def goes_on(request_path: Path, ending: Ending) -> bool:
     forget_oom(folder)
     if oom is None or asked_to_end(folder):
         return False
-    ladder = Ladder.from_json(cast("Mapping[str, object]", request["ladder"]))
+    ladder = RescueLadder.from_json(cast("Mapping[str, object]", request["ladder"]))
     refused: list[str] = []
     again = any(rescue["step"] == oom.finished + 1 for rescue in rescues(folder)[-1:])
     for rung in ladder.rungs(taken(folder), oom, again=again):
@@ -51,7 +51,7 @@ def goes_on(request_path: Path, ending: Ending) -> bool:
             return True
         refused.append(describe_changes(rung.compared, ladder.running(taken(folder)).resolved))
     if not again and len(_unchanged(folder)) < _MOST_UNCHANGED:
-        _take(folder, ladder, Rung(changes={}), oom, "no neutral change that needs less memory is left")
+        _take(folder, ladder, RescueStep(changes={}), oom, "no neutral change that needs less memory is left")
         return True
     RunFolder(folder).fail(_nothing_left(ladder, oom, folder, refused))
     return False
@@ -72,12 +72,12 @@ def rescues(folder: Path) -> list[dict[str, object]]:
     return cast("list[dict[str, object]]", (read_json(folder / _FILE) or {}).get("rescues", []))
 
 
-def carried(folder: Path, ladder: Ladder) -> dict[str, object]:
+def carried(folder: Path, ladder: RescueLadder) -> dict[str, object]:
     """What a request of the run must have after its rescues: the values that run now, and the rescues."""
     return {"values": dict(ladder.running(taken(folder)).values), "rescues": rescues(folder)}
 
 
-def _killed(request: Mapping[str, object], folder: Path, ending: Ending) -> Oom | None:
+def _killed(request: Mapping[str, object], folder: Path, ending: ProcessEnding) -> Oom | None:
     """The OOM of a training that could not tell it: killed by the kernel, or ended by a library that was out of
     memory."""
     if RunFolder(folder).is_over:
@@ -94,7 +94,7 @@ def _killed(request: Mapping[str, object], folder: Path, ending: Ending) -> Oom 
     return Oom(message=message, phase=UPDATE, finished=finished, resumes_from=resumes_from)
 
 
-def _proven(ladder: Ladder, rung: Rung, folder: Path, cwd: str) -> str | None:
+def _proven(ladder: RescueLadder, rung: RescueStep, folder: Path, cwd: str) -> str | None:
     """What the gradient proof says of a rung that claims to be neutral; None if it is not neutral, or not provable."""
     if rung.tier != "neutral":
         return f"{rung.tier}, as allowed"
@@ -111,7 +111,7 @@ def _proven(ladder: Ladder, rung: Rung, folder: Path, cwd: str) -> str | None:
     return None if proof.verdict is Verdict.REFUSED else proof.sentence
 
 
-def _take(folder: Path, ladder: Ladder, rung: Rung, oom: Oom, said: str) -> None:
+def _take(folder: Path, ladder: RescueLadder, rung: RescueStep, oom: Oom, said: str) -> None:
     """Keep the rescue: rescues.json, rescued.yaml, and an event."""
     before = ladder.running(taken(folder))
     text = _in_words(before, rung, oom, said)
@@ -126,7 +126,7 @@ def _take(folder: Path, ladder: Ladder, rung: Rung, oom: Oom, said: str) -> None
     keep_event(folder, RunEvent(step=oom.finished, kind=Kind.RESCUE, text=text, data=entry))
 
 
-def _in_words(recipe: Recipe, rung: Rung, oom: Oom, said: str) -> str:
+def _in_words(recipe: Recipe, rung: RescueStep, oom: Oom, said: str) -> str:
     start = f"goes on from step {oom.resumes_from}" if oom.resumes_from else "starts again from the beginning"
     again = f" ({oom.repeated} step(s) are trained again)" if oom.repeated else ""
     changes = describe_changes(rung.compared, recipe.resolved) if rung.changes else "the same settings"
@@ -136,7 +136,7 @@ def _in_words(recipe: Recipe, rung: Rung, oom: Oom, said: str) -> str:
     )
 
 
-def _remarks(recipe: Recipe, rung: Rung) -> str:
+def _remarks(recipe: Recipe, rung: RescueStep) -> str:
     """What is not the same under the rung, though its gradient is."""
     found = [rung.remark] if rung.remark else []
     if recipe.keys.accumulation in rung.changes and recipe.resolved.get("use_peft"):
@@ -145,7 +145,7 @@ def _remarks(recipe: Recipe, rung: Rung) -> str:
     return "".join(f"; {remark}" for remark in found)
 
 
-def _nothing_left(ladder: Ladder, oom: Oom, folder: Path, refused: list[str]) -> str:
+def _nothing_left(ladder: RescueLadder, oom: Oom, folder: Path, refused: list[str]) -> str:
     """Why the run ends, with what lower tiers could change."""
     so_far = [describe_changes({k: v for k, v in c.items() if v is not None}, {}) for c in taken(folder)]
     parts = [f"{oom.where}, and no {ladder.allow} change that needs less memory is left"]
@@ -156,7 +156,7 @@ def _nothing_left(ladder: Ladder, oom: Oom, folder: Path, refused: list[str]) ->
     return ". ".join(parts)
 
 
-def _lower_tiers(ladder: Ladder, oom: Oom, folder: Path) -> Iterator[str]:
+def _lower_tiers(ladder: RescueLadder, oom: Oom, folder: Path) -> Iterator[str]:
     resolved = ladder.running(taken(folder)).resolved
     for rung in replace(ladder, allow="recipe").rungs(taken(folder), oom):
         if rung.tier != "neutral" and rung.tier != ladder.allow:

@@ -12,7 +12,7 @@ from typing import Literal, cast
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import LOAD, SampleFacts
-from autofit.probing.supervise import Ending, note_of
+from autofit.probing.supervise import ProcessEnding, note_of
 from autofit.promotion.interruption import STOP, asked_to_end, received
 
 State = Literal["running", "done", "failed", "interrupted"]
@@ -220,7 +220,7 @@ def in_words(error: BaseException) -> str:
 _LONGEST = 160
 
 
-def write_ending(folder: Path, ending: Ending) -> None:
+def write_ending(folder: Path, ending: ProcessEnding) -> None:
     """Keep the reason why the run in `folder` ended; nothing for one that is done or has failed with a reason."""
     if not RunFolder(folder).is_over:
         who = "" if ending.rank is None or not ending.exit_code else f"rank {ending.rank}{on_node(ending)}: "
@@ -233,7 +233,7 @@ def tell_ending(folder: Path, reason: str) -> None:
         write_json(folder / _ENDED, {"reason": reason})
 
 
-def on_node(ending: Ending) -> str:
+def on_node(ending: ProcessEnding) -> str:
     """ " on n2" for a rank of a run on several machines."""
     return f" on {ending.node}" if ending.node else ""
 
@@ -249,7 +249,7 @@ def forget_ending(folder: Path) -> None:
     (folder / _ENDED).unlink(missing_ok=True)
 
 
-def _reason(folder: Path, ending: Ending) -> str:
+def _reason(folder: Path, ending: ProcessEnding) -> str:
     if ending.kernel_oom:
         return "killed by the kernel, as the machine had no memory left"
     if ending.exit_code == -signal.SIGKILL:

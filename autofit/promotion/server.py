@@ -18,7 +18,15 @@ from urllib.parse import urlsplit
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.probing.supervise import Ending, Keep, RanksEnded, become_subreaper, birth, free_port, kill_descendants
+from autofit.probing.supervise import (
+    Keep,
+    ProcessEnding,
+    RanksEnded,
+    become_subreaper,
+    birth,
+    free_port,
+    kill_descendants,
+)
 from autofit.promotion.interruption import asked_to_end
 from autofit.promotion.run_folder import LOOPBACK, RunFolder
 
@@ -134,7 +142,9 @@ class Beside:
             with self._serving() as env:
                 if env is not None:
                     return keep([{**one, **env} for one in own])
-            return RanksEnded(endings=tuple(Ending(exit_code=0, abandoned=True, rank=rank) for rank in range(len(own))))
+            return RanksEnded(
+                endings=tuple(ProcessEnding(exit_code=0, abandoned=True, rank=rank) for rank in range(len(own)))
+            )
 
         return kept
 

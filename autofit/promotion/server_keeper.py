@@ -20,12 +20,12 @@ from typing import cast
 
 from autofit.errors import AutofitError, one_line
 from autofit.files import read_json
-from autofit.probing.supervise import Ending, die_with_parent, free_port, keep, started_by
+from autofit.probing.supervise import ProcessEnding, die_with_parent, free_port, keep, started_by
 from autofit.promotion.interruption import deaf_children, start_deaf
 from autofit.promotion.run_folder import LOOPBACK
 from autofit.promotion.server import Post, log_of_server
 from autofit.recipe.secrets import opened
-from autofit.recipe.server import COMMAND, Server
+from autofit.recipe.server import COMMAND, RolloutServer
 
 _LOOK_S = 1.0  # between two questions whether the server answers
 _ANSWER_S = 2.0
@@ -46,7 +46,7 @@ def serve(
     try:
         values = opened(cast("dict[str, object]", request["values"]))
         own = cast("Mapping[str, object]", values.get("env") or {})
-        started = _Started(post, Server.of(values), address, str(request["cwd"]),
+        started = _Started(post, RolloutServer.of(values), address, str(request["cwd"]),
                            {**env, **{key: str(value) for key, value in own.items()}})  # fmt: skip
         ending = keep(started.start, abandoned=lambda: over() or started.is_late())
         reason = None if ending.abandoned and not started.late else started.why(ending)
@@ -61,7 +61,7 @@ class _Started:
     """One process of the server."""
 
     post: Post
-    server: Server
+    server: RolloutServer
     address: str
     cwd: str
     env: Mapping[str, str]
@@ -107,7 +107,7 @@ class _Started:
         self.late = not self.answered and now - self.began > self.server.timeout_s
         return self.late
 
-    def why(self, ending: Ending) -> str:
+    def why(self, ending: ProcessEnding) -> str:
         """Why the server has ended, as a predicate."""
         said = last_words(log_of_server(self.post.folder), self.log_starts)
         if self.late:

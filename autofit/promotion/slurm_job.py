@@ -18,14 +18,14 @@ from autofit.cluster.nodes import card_fault, only_cards
 from autofit.cluster.scheduler import OwnJob, own_job
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
-from autofit.probing.supervise import Ending, Keep, RanksEnded, computing_env, keep, keep_ranks
+from autofit.probing.supervise import Keep, ProcessEnding, RanksEnded, computing_env, keep, keep_ranks
 from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
 from autofit.promotion.job import in_processes, start_rank, train_to_the_end
 from autofit.promotion.run_folder import ADDRESS, REQUEUES, RunFolder, forget_ending, tell_ending
 from autofit.promotion.server import Beside, Post, log_of_server
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch
-from autofit.recipe.server import Server
+from autofit.recipe.server import RolloutServer
 from autofit.watching.events import read_progress
 
 _POLL_S = 0.2
@@ -124,7 +124,7 @@ def _gone(node: int, ranks: int) -> RanksEnded:
     """The ends of ranks of which their machine says nothing."""
     first = node * ranks
     return RanksEnded(
-        endings=tuple(Ending(exit_code=-9, abandoned=True, rank=first + i) for i in range(ranks)), first=first
+        endings=tuple(ProcessEnding(exit_code=-9, abandoned=True, rank=first + i) for i in range(ranks)), first=first
     )
 
 
@@ -158,7 +158,7 @@ def _serve(post: Post, request_path: Path, mine: OwnJob) -> None:
     request = read_json(request_path) or {}
     cards: dict[str, str] = {}
     if request["device"] == "cuda":
-        needed = Server.of(cast("dict[str, object]", request["values"])).cards
+        needed = RolloutServer.of(cast("dict[str, object]", request["values"])).cards
         fault = card_fault(None, needed)
         if fault is not None:
             post.ended(f"the vLLM server on {mine.name} could not be started: {fault}")
@@ -215,7 +215,7 @@ def run_allocated(request_path: str) -> None:
     _requeue(folder, mine, ending)
 
 
-def _trained(path: Path, cwd: str, env: Mapping[str, str], machines: Machines, beside: Beside | None) -> Ending:
+def _trained(path: Path, cwd: str, env: Mapping[str, str], machines: Machines, beside: Beside | None) -> ProcessEnding:
     """The end of the training, which the first node starts on all that train."""
     folder, mine = machines.folder, machines.mine
     over = partial(superseded, folder, mine) if beside is None else beside.is_over
@@ -247,7 +247,7 @@ def _fault(request: Mapping[str, object], mine: OwnJob) -> str | None:
     return card_fault(None, launch.ranks // mine.nodes)
 
 
-def _requeue(folder: Path, mine: OwnJob, ending: Ending) -> None:
+def _requeue(folder: Path, mine: OwnJob, ending: ProcessEnding) -> None:
     """Have Slurm start the job again if a signal alone has ended the run, at a checkpoint."""
     if RunFolder(folder).is_over or ending.exit_code or not goes_on_later(folder) or not mine.is_running():
         return

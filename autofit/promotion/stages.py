@@ -60,7 +60,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KnownStage:
     """What was decided of a stage: the trial of a study that is, or was, trained."""
 
     inputs: Inputs
@@ -69,13 +69,13 @@ class Known:
     restart: bool = False  # its run is to begin again at step 0, and has not yet done so
 
     @classmethod
-    def from_json(cls, content: Mapping[str, object]) -> "Known":
+    def from_json(cls, content: Mapping[str, object]) -> "KnownStage":
         inputs = Inputs(**cast("dict[str, dict[str, str]]", content["inputs"]))  # type: ignore[arg-type]
         return cls(**{**content, "inputs": inputs})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class FinishedStage:
     """The finished training of a stage."""
 
     number: str  # differs from one training to the next
@@ -93,7 +93,7 @@ class State:
 
     folder: Path  # of the studies
     name: str
-    stages: dict[str, Known] = field(default_factory=dict)
+    stages: dict[str, KnownStage] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, name: str) -> "State":
@@ -101,13 +101,13 @@ class State:
         path = _path(folder, name)
         try:
             stages = cast("dict[str, dict[str, object]]", (read_json(path) or {}).get("stages", {}))
-            return cls(folder, name, {stage: Known.from_json(known) for stage, known in stages.items()})
+            return cls(folder, name, {stage: KnownStage.from_json(known) for stage, known in stages.items()})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise EnvironmentFault(
                 f"{path} cannot be read; delete it: searches and trainings that are done are found again"
             ) from error
 
-    def keep(self, stage: str, known: Known) -> None:
+    def keep(self, stage: str, known: KnownStage) -> None:
         """Note what is known of `stage`, in the file too."""
         self.stages[stage] = known
         content = {name: asdict(one) for name, one in self.stages.items()}
@@ -118,14 +118,14 @@ class State:
         known = self.stages[stage]
         return self.folder / "promoted" / f"{known.study}-trial-{known.trial}"
 
-    def run(self, stage: str) -> Run | None:
+    def run(self, stage: str) -> FinishedStage | None:
         """The finished training of `stage`, whatever its inputs are now; None before there is one."""
         if stage not in self.stages or self.stages[stage].restart:
             return None
         final = RunFolder(self.home(stage)).final()
         if final is None or not Path(str(final["output_dir"])).is_dir():
             return None
-        return Run(number=hashlib.sha256(repr(sorted(final.items())).encode()).hexdigest()[:12], final=final)
+        return FinishedStage(number=hashlib.sha256(repr(sorted(final.items())).encode()).hexdigest()[:12], final=final)
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import optuna
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.files import Scratch, read_json, write_json
 from autofit.plugin.registry import code_hash
 from autofit.probing import kept_server
@@ -158,7 +158,7 @@ def checked(study: optuna.Study, trial: Trial, *, say: Callable[[str], None] = l
     if proof.verdict is Verdict.REFUSED:
         raise ConfigError(
             f"trial {trial.number} {proof.sentence}; it is not promoted: choose another trial, or search with "
-            f"--allow approximate and a space that declares these knobs approximate"
+            f"{option('allow', 'approximate')} and a space that declares these knobs approximate"
         )
     return proof
 

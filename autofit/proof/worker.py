@@ -40,7 +40,7 @@ _WEIGHTY = 1e-2  # least share of the gradient's norm by which a parameter's dif
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class GradientDifference:
     """The difference of a gradient from the baseline's: the largest over the compared optimizer steps."""
 
     relative: float  # ||g - g_baseline|| / ||g_baseline||
@@ -71,7 +71,7 @@ def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
     """The answer: the candidate's difference from the baseline, and above the bounds also that of each part alone."""
     given = {"baseline": request["baseline"], "candidate": request["candidate"], **request["parts"]}
     recipes = {name: opened(values) for name, values in given.items()}
-    proof = Proof(str(request["trainer"]), recipes, folder)
+    proof = GradientProof(str(request["trainer"]), recipes, folder)
     small = proof.small
     answer: dict[str, object] = {
         "model": small.model, "stand_in": small.stand_in, "steps": small.steps,
@@ -84,7 +84,7 @@ def prove(request: Mapping[str, Any], folder: Path) -> dict[str, object]:
     return answer
 
 
-class Proof:
+class GradientProof:
     """Gradients of recipes ({name: values}, including "baseline") in the small trainings of their trainer."""
 
     def __init__(self, trainer: str, recipes: Mapping[str, Mapping[str, object]], folder: Path) -> None:
@@ -124,14 +124,14 @@ class Proof:
             raise RuntimeError(f"FSDP2 was {'not ' if not reader.sharded else ''}at work in the ranks of the {name}")
         return reader.steps
 
-    def difference(self, name: str) -> Difference:
+    def difference(self, name: str) -> GradientDifference:
         """The difference of the recipe `name` from the baseline. Raises ConfigError if they train other parameters."""
         if self._baseline is None:
             self._baseline = self.gradients("baseline")
         return compare(self._baseline, self.gradients(name))
 
 
-def compare(baseline: list[Gradient], candidate: list[Gradient]) -> Difference:
+def compare(baseline: list[Gradient], candidate: list[Gradient]) -> GradientDifference:
     """The relative difference of two runs' gradients, step by step."""
     shapes = [[{n: tuple(g.shape) for n, g in step.items()} for step in steps] for steps in (baseline, candidate)]
     if shapes[0] != shapes[1]:
@@ -151,7 +151,9 @@ def compare(baseline: list[Gradient], candidate: list[Gradient]) -> Difference:
             share = float(gap.double().norm()) / max(own, _WEIGHTY * norm)
             if not worst or share > worst_relative:
                 worst, worst_relative = name, share
-    return Difference(relative=max(relative), steps=tuple(relative), parameter=worst, parameter_relative=worst_relative)
+    return GradientDifference(
+        relative=max(relative), steps=tuple(relative), parameter=worst, parameter_relative=worst_relative
+    )
 
 
 def _norm(gradient: Gradient) -> float:

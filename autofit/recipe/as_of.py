@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autofit.errors import ConfigError, nearest, quoted
+from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.launch import is_on
 from autofit.recipe.profile import Older, Version, profile
 from autofit.recipe.recipe import Recipe
@@ -33,7 +33,7 @@ _NEEDED = (((4, 55), (0, 21)), ((4, 56, 2), (0, 29)))  # before this transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class OlderBehaviour:
     """One thing that older libraries did with a recipe; `held_bytes` more at the loss, where that can be said."""
 
     text: str
@@ -45,7 +45,7 @@ class Then:
     """What older libraries did with a recipe that today's do not, the largest first."""
 
     libraries: str  # as given
-    differences: tuple[Difference, ...]
+    differences: tuple[OlderBehaviour, ...]
 
     @property
     def held_bytes(self) -> int:
@@ -75,11 +75,13 @@ def read_libraries(text: str) -> dict[str, Version]:
     for part in re.split(r"[,;]", text):
         match = re.fullmatch(r"\s*([A-Za-z_-]+)\s*(?:==|[ =])\s*v?(\d{1,4}(?:\.\d{1,4}){0,3})\s*", part)
         if match is None:
-            raise ConfigError(f'--as-of must look like "trl 0.14" or "trl 0.14, transformers 4.48"; got {quoted(text)}')
+            raise ConfigError(
+                f'{option("as-of")} must look like "trl 0.14" or "trl 0.14, transformers 4.48"; got {quoted(text)}'
+            )
         name = match[1].lower()
         if name not in PACKAGES:
             raise ConfigError(
-                f"--as-of knows older versions of {' and '.join(PACKAGES)}; got {quoted(match[1])}"
+                f"{option('as-of')} knows older versions of {' and '.join(PACKAGES)}; got {quoted(match[1])}"
                 f"{nearest(name, PACKAGES)}"
             )
         found[name] = tuple(int(number) for number in match[2].split("."))
@@ -97,7 +99,7 @@ def then_of(recipe: Recipe, text: str) -> Then:
     return Then(libraries=" ".join(text.split()), differences=tuple(ordered))
 
 
-def _differences(recipe: Recipe, trl: Version, transformers: Version) -> Iterator[Difference]:
+def _differences(recipe: Recipe, trl: Version, transformers: Version) -> Iterator[OlderBehaviour]:
     name = recipe.trainer_name or recipe.trainer
     if not profile(name).of_trl:
         return  # trainers that are simulated as their own libraries have them
@@ -108,17 +110,19 @@ def _differences(recipe: Recipe, trl: Version, transformers: Version) -> Iterato
         yield upcast
     checkpoints = ("gradient_checkpointing", "activation_checkpointing")
     if trl < (0, 22) and not any(key in recipe.values for key in checkpoints):
-        yield Difference(
+        yield OlderBehaviour(
             text="gradient_checkpointing was off unless set (TRL before 0.22), so all activations were held"
         )
     whole = str(recipe.resolved.get("dtype") or "float32") == "float32"
     if whole and is_on(recipe.resolved.get("bf16")) and not _mixed(recipe, trl):
-        yield Difference(text="bf16 was off unless set (TRL before 0.19), so float32 weights computed in float32")
+        yield OlderBehaviour(text="bf16 was off unless set (TRL before 0.19), so float32 weights computed in float32")
     if transformers < (4, 36) and recipe.resolved.get("attn_implementation") in (None, "sdpa"):
-        yield Difference(text="attention was eager (transformers before 4.36) and held the scores of every two tokens")
+        yield OlderBehaviour(
+            text="attention was eager (transformers before 4.36) and held the scores of every two tokens"
+        )
 
 
-def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, upcast: bool) -> Difference | None:
+def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, upcast: bool) -> OlderBehaviour | None:
     """The logits that were held whole, with what the loss made of them."""
     older = profile(name).older
     fused = older.logits_until
@@ -128,11 +132,11 @@ def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, u
         return None
     rows, tokens, vocabulary = _rows(recipe, older, trl), _tokens(recipe), recipe.vocab_size
     if not rows or not tokens or not vocabulary:
-        return Difference(text=f"the logits of all tokens were held whole (TRL before {_said(fused)})")
+        return OlderBehaviour(text=f"the logits of all tokens were held whole (TRL before {_said(fused)})")
     count = rows * tokens * vocabulary
     held = count * bytes_a_logit(name, trl, float32=upcast or transformers < (4, 45) or _in_float32(recipe, trl))
     counted = " (a prompt's completions together, as per_device_train_batch_size counted prompts)"
-    return Difference(
+    return OlderBehaviour(
         text=f"about {format_bytes(held)} more at the loss, the logits of {rows} x {tokens:,} tokens x {vocabulary:,}, "
              f"held whole with their copies by TRL before {_said(fused)}"
              f"{counted if trl < older.prompts_until else ''}",
@@ -182,7 +186,7 @@ def _tokens(recipe: Recipe) -> int | None:
     return recipe.longest_sample_tokens
 
 
-def _kbit(recipe: Recipe, name: str, trl: Version) -> Difference | None:
+def _kbit(recipe: Recipe, name: str, trl: Version) -> OlderBehaviour | None:
     quantised = any(is_on(recipe.resolved.get(key)) for key in ("load_in_4bit", "load_in_8bit"))
     before = profile(name).older.kbit_until
     if not quantised or not recipe.uses_lora or trl >= before or not recipe.embedding_parameters:
@@ -190,7 +194,7 @@ def _kbit(recipe: Recipe, name: str, trl: Version) -> Difference | None:
     if str(recipe.resolved.get("dtype") or "float32") == "float32":
         return None
     held = 2 * recipe.embedding_parameters
-    return Difference(
+    return OlderBehaviour(
         text=f"{format_bytes(held)} more of weights: embeddings and head became float32 (TRL before {_said(before)})",
         held_bytes=held,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 Tier = Literal["neutral", "approximate", "recipe"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 QUANT_STORAGE = "bnb_4bit_quant_storage"  # as which type 4-bit weights lie in memory: FSDP shards floats only
+OTHER_MODELS = ("reward_model_name_or_path", "teacher_model_name_or_path")  # models besides the one that is trained
 SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # the key of transformers
 
 

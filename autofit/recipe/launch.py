@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from autofit.errors import ConfigError, nearest, quoted
+from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch_values import NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
 from autofit.recipe.yaml_file import read_yaml_mapping
@@ -164,7 +164,7 @@ class Launch:
         try:
             return cls(ranks=ranks, machines=machines, config=rest, **fields)  # type: ignore[arg-type]
         except ConfigError as error:
-            raise ConfigError(f"{what}: {error}") from error
+            raise ConfigError(f"{what}: {error.marked}") from error
 
     @property
     def sharding_strategy(self) -> str:
@@ -300,7 +300,7 @@ def check_on_cpu(launch: Launch) -> None:
     if launch.sharding not in ("ddp", "fsdp2"):
         raise ConfigError(
             f"ranks on the CPU train with ddp or fsdp2; got {launch.sharding}; choose another accelerate config, or "
-            "predict it on a simulated card with --gpu NAME"
+            f"predict it on a simulated card with {option('gpu', 'NAME')}"
         )
     if launch.offload != "none":
         raise ConfigError(f"ranks on the CPU have nothing to offload to; got offload: {launch.offload}; remove it")
@@ -350,7 +350,7 @@ def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
         if strategy == "NO_SHARD":
             raise ConfigError(
                 f"{what}: fsdp_sharding_strategy NO_SHARD shards nothing, and torch deprecates it for DDP; take "
-                "distributed_type: MULTI_GPU (--accelerate_config multi_gpu)"
+                f"distributed_type: MULTI_GPU ({option('accelerate_config')} multi_gpu)"
             )
         if strategy.startswith("HYBRID") and config.get("num_machines", 1) != 1:
             raise ConfigError(

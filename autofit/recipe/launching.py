@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autofit.errors import ConfigError, nearest, quoted
+from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import (
     TYPES,
@@ -22,6 +22,7 @@ from autofit.recipe.launch_keys import (
     read_deepspeed_file,
 )
 from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, check_values
+from autofit.recipe.profile import Profile
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
 _TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
@@ -62,11 +63,13 @@ def launch_options(
     named = None if gpu is None else re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x(\w.*)", gpu)
     machines = None
     if named is not None:
-        asked, gpu, each = gpu, named[3], int(named[2])
+        asked, gpu, each = named[0], named[3], int(named[2])
         cards = int(named[1] or 1) * each
         machines = int(named[1]) if named[1] else None
         if gpus is not None and gpus != cards:
-            raise ConfigError(f"--gpu {asked} says {cards} cards, and --gpus {gpus}; give one of them")
+            raise ConfigError(
+                f"{option('gpu', asked)} says {cards} cards, and {option('gpus')} {gpus}; give one of them"
+            )
         gpus = cards
     options = LaunchOptions(
         accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus, machines=machines
@@ -95,13 +98,14 @@ class _Reading:
     notes: list[str] = field(default_factory=list)
 
 
+_OF_TRL = Profile(name="", of_trl=True)
+
+
 def launched(
-    values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of_trl: bool = True,
-    of_transformers: bool = False,
+    values: Mapping[str, object], options: LaunchOptions = NO_OPTIONS, *, of: Profile = _OF_TRL,
     environment: Mapping[str, str] = os.environ, own: Mapping[str, object] | None = None,
 ) -> Launched:  # fmt: skip
-    """The launch of a recipe's `values`; without `of_trl` no key but `launch` is read, as others mean other things,
-    and with `of_transformers` fsdp and deepspeed besides.
+    """The launch of a recipe's `values`, by the keys that say it to the trainer `of` this profile.
 
     `own` has keys of an accelerate config that the recipe itself means, in place of which one may be named.
 
@@ -111,8 +115,8 @@ def launched(
         return Launched(launch=Launch(), values=values)
     found = _Reading(config=dict(own or {}))
     rest = dict(values)
-    read = (LAUNCH, *_TRAINERS) if of_transformers else (LAUNCH,)
-    kept = {} if of_trl else {key: rest.pop(key) for key in values if key not in read}
+    read = (LAUNCH, *_TRAINERS) if of.of_transformers else (LAUNCH,)
+    kept = {} if of.of_trl else {key: rest.pop(key) for key in values if key not in read}
     _start(found, {key: rest.pop(key) for key in _NAMES if key in rest}, options)
     flags = {key: rest.pop(key) for key in list(rest) if is_launch_key(key)}
     _apply_flags(found, flags)
@@ -121,7 +125,7 @@ def launched(
     given = rest.pop(LAUNCH, None)
     _read_json(found)
     _check_beside_json(found, flags)
-    said = values if of_trl or of_transformers else {}
+    said = values if of.of_trl or of.of_transformers else {}
     check_values(found.config, partial(place, values=said, config=found.file, config_name=found.what))
     launch = _made(found, given)
     if launch.sharding == "zero3" and launch.offload == "parameters" and _optimizer_stays(found.config):
@@ -248,7 +252,7 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
             )
         config["num_processes"] = options.num_processes
     elif config.get("num_processes") == -1:
-        raise ConfigError(f"{found.what} leaves num_processes open; give --num_processes N")
+        raise ConfigError(f"{found.what} leaves num_processes open; give {option('num_processes', 'N')}")
     elif "num_processes" not in config and (told := environment.get("WORLD_SIZE")) is not None:
         if not told.isdecimal() or int(told) < 1:
             raise ConfigError(f"the environment variable WORLD_SIZE must be 1 or more; got {quoted(told)}; unset it")
@@ -260,7 +264,9 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
     elif kind == "NO" and ranks != 1:
         text = f"{found.what} has distributed_type NO, so accelerate starts one process"
         if options.num_processes is not None:
-            raise ConfigError(f"{text}; give --accelerate_config multi_gpu with --num_processes {ranks}")
+            raise ConfigError(
+                f"{text}; give {option('accelerate_config', 'multi_gpu')} with {option('num_processes')} {ranks}"
+            )
         found.notes.append(f"{text}, whatever num_processes: {ranks} says")
 
 

@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError, nearest
+from autofit.errors import ConfigError, nearest, option
 from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import read_yaml_mapping
 
@@ -96,7 +96,9 @@ class Pipeline:
         """The stage `name`. Raises ConfigError if there is none."""
         found = {stage.name: stage for stage in self.stages}
         if name not in found:
-            raise ConfigError(f"--only must name a stage: {', '.join(found)}; got {name!r}{nearest(name, found)}")
+            raise ConfigError(
+                f"{option('only')} must name a stage: {', '.join(found)}; got {name!r}{nearest(name, found)}"
+            )
         return found[name]
 
 
@@ -158,7 +160,7 @@ class _Reader:
                 self._vars[key] = value
             else:
                 known = [*self._vars, *(f"{name}.KEY" for name in self._stages)]
-                self.wrong.append(f"--set takes {', '.join(known)}; got {key!r}{nearest(key, known)}")
+                self.wrong.append(f"{option('set')} takes {', '.join(known)}; got {key!r}{nearest(key, known)}")
         return found
 
     def _check_keys(self, given: Mapping[str, object], known: Sequence[str], where: str) -> None:
@@ -228,7 +230,7 @@ class _Reader:
         try:
             return read_yaml_mapping(self._folder / path, what="recipe")
         except ConfigError as error:
-            self.wrong.append(f"{where}: {error}")
+            self.wrong.append(f"{where}: {error.marked}")
             return {}
 
     def _with_reward_model(self, values: dict[str, object], where: str) -> dict[str, object]:

@@ -110,7 +110,7 @@ def _kept(secret: str) -> str:
         if not path.exists():
             _write(path, secret.encode("utf-8", "surrogatepass"))
     except OSError as error:
-        raise EnvironmentFault(cannot_write(folder, error)) from error
+        raise cannot_write(folder, error) from error
     return reference
 
 
@@ -131,7 +131,7 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise EnvironmentFault(cannot_write(folder, error)) from error
+        raise cannot_write(folder, error) from error
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
         raise EnvironmentFault(f"{folder} must be a folder of yours that only you can enter (chmod 700); it is not")
     return folder

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError, option, quoted
 from autofit.recipe.launch import Launch, is_on
 
 COMMAND = ("trl", "vllm-serve")
@@ -30,7 +30,7 @@ def needs_server(resolved: Mapping[str, object], values: Mapping[str, object]) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class RolloutServer:
     """A vLLM server on `cards`: copies of the model, each on `tensor_parallel` cards, as predictions have them.
 
     It is to answer within `timeout_s` of its start.
@@ -46,11 +46,11 @@ class Server:
         if self.cards % self.tensor_parallel:
             raise ConfigError(
                 f"vllm_tensor_parallel_size={self.tensor_parallel} must divide the {self.cards} cards of the vLLM "
-                f"server; change it, or launch.server_ranks (--set launch.server_ranks=N)"
+                f"server; change it, or launch.server_ranks ({option('set')} launch.server_ranks=N)"
             )
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> "Server":
+    def of(cls, values: Mapping[str, object]) -> "RolloutServer":
         """The server of the recipe `values`. Raises ConfigError."""
         parallel = _count(values, "vllm_tensor_parallel_size")
         options = [f"--{option}={values[key]}" for key, option in _OPTIONS.items() if values.get(key) is not None]

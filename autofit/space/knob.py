@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
-from autofit.errors import ConfigError, nearest
+from autofit.errors import ConfigError, nearest, option
 from autofit.recipe.keys import TIERS, Tier, divisors
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
@@ -153,7 +153,7 @@ def read_space(given: StatedSpace, *, trainer: str | None) -> tuple[Knob, ...]:
     if isinstance(given, str | os.PathLike):
         return load_space(os.fspath(given), trainer=trainer)
     if not given or not all(isinstance(knob, Knob) for knob in given):
-        raise ConfigError(f"--space must be a file, a mapping of knobs, or at least one Knob; got {given!r}")
+        raise ConfigError(f"{option('space')} must be a file, a mapping of knobs, or at least one Knob; got {given!r}")
     return tuple(given)
 
 

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.db import utils as mlflow_utils
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-from autofit.errors import EnvironmentFault
+from autofit.errors import EnvironmentFault, option
 from autofit.tracking.follower import DATABASE
 from autofit.tuning.locks import exclusive, is_there, put_in_place, set_aside
 
@@ -109,7 +109,7 @@ def _mend(folder: Path, path: Path, say: Callable[[str], None]) -> bool:
     if version is not None and version not in _versions():
         raise EnvironmentFault(
             f"{path} was written by a newer MLflow (schema {version}); update MLflow, or choose another folder with "
-            f"--dir"
+            f"{option('dir')}"
         )
     try:
         put_in_place(path, functools.partial(_make, folder), update=True)

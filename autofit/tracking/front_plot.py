@@ -19,7 +19,7 @@ _ROOM = 1.3  # the picture ends this far above the target and the slowest probe;
 _LOG_FROM = 8.0  # ratio of the slowest to the fastest step from which the time axis is logarithmic
 
 
-class Point(Protocol):
+class FrontPoint(Protocol):
     """A trial, as far as it is drawn."""
 
     @property
@@ -37,14 +37,14 @@ class Point(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class FrontPicture:
     """What a front's picture shows."""
 
-    trials: Sequence[Point]
-    front: Sequence[Point] = ()
+    trials: Sequence[FrontPoint]
+    front: Sequence[FrontPoint] = ()
     foreseen: Sequence[Foreseen] = ()  # on the front too, predicted
-    winner: Point | None = None
-    baseline: Point | None = None
+    winner: FrontPoint | None = None
+    baseline: FrontPoint | None = None
     target_bytes: int | None = None
     predicted: Cloud | None = None
     title: str = ""
@@ -61,7 +61,7 @@ class Frame:
     bars: tuple[int, ...]  # the trials without a step time, which stand in a strip beside the axis
 
     @classmethod
-    def of(cls, picture: Picture) -> "Frame":
+    def of(cls, picture: FrontPicture) -> "Frame":
         cloud = picture.predicted or Cloud(candidates=0, device_used_bytes=(), step_s=())
         known = [t.step_s for t in picture.trials if t.step_s is not None] or [*cloud.step_s]
         known += [one.step_s for one in picture.foreseen]
@@ -86,7 +86,7 @@ class Frame:
         """Bytes in the picture's unit."""
         return (count or 0) / (10**9 if self.unit == "GB" else 10**6)
 
-    def place(self, trial: Point) -> tuple[float, float]:
+    def place(self, trial: FrontPoint) -> tuple[float, float]:
         """Where a trial stands: its seconds and amount, or its bar's lower end."""
         x = trial.step_s or 0.0
         if trial.number in self.bars:
@@ -94,7 +94,7 @@ class Frame:
             x = left + (right - left) * (self.bars.index(trial.number) + 0.5) / len(self.bars)
         return x, self.amount(trial.device_used_bytes)
 
-    def places(self, trials: Sequence[Point]) -> tuple[list[float], list[float]]:
+    def places(self, trials: Sequence[FrontPoint]) -> tuple[list[float], list[float]]:
         """The same of several, as two columns."""
         return columns([self.place(t) for t in trials])
 
@@ -124,11 +124,11 @@ def _end(largest: float, predicted: Sequence[float]) -> float:
     return 1.06 * max([largest, *(value for value in predicted if value <= _ROOM * largest)])
 
 
-def ran_out(trial: Point) -> bool:
+def ran_out(trial: FrontPoint) -> bool:
     return trial.status is ProbeStatus.OOM and bool(trial.device_used_bytes)
 
 
-def is_bar(trial: Point) -> bool:
+def is_bar(trial: FrontPoint) -> bool:
     return ran_out(trial) and (trial.step_s is None or trial.stopped_at_oom)
 
 
@@ -150,7 +150,7 @@ def study_figure(study: str, trials: Sequence[Trial], record: StudyRecord) -> "F
     )  # fmt: skip
     front, ahead = common_front(trials, record.points_ahead)
     return front_figure(
-        Picture(trials=trials, front=front, foreseen=ahead, winner=winner(trials, **record.rule),
+        FrontPicture(trials=trials, front=front, foreseen=ahead, winner=winner(trials, **record.rule),
                 baseline=baseline(trials), target_bytes=record.target_bytes,
                 predicted=Cloud.from_json(record.predicted), title=title)
     )  # fmt: skip
@@ -164,7 +164,7 @@ def title_of(study: str, original: Mapping[str, object], *, trainer: str, device
     return f"{where}: {fidelity}\n{study}" if fidelity else f"{where}\n{study}"
 
 
-def front_figure(picture: Picture) -> "Figure":
+def front_figure(picture: FrontPicture) -> "Figure":
     """Device-used (GB) against step time (s): candidates, trials, the front, the winner, the baseline, the target.
 
     An OOM whose whole need is not known is a bar upwards from the bytes that it held, beside the time axis: it has no
@@ -210,7 +210,7 @@ def _candidates(axes: Any, cloud: Cloud | None, frame: Frame) -> int:
     return len(points) - len(shown)
 
 
-def _trials(axes: Any, picture: Picture, frame: Frame) -> None:
+def _trials(axes: Any, picture: FrontPicture, frame: Frame) -> None:
     fits = [t for t in picture.trials if t.fits and t.step_s is not None]
     whole = [t for t in picture.trials if ran_out(t) and not is_bar(t)]
     bars = [t for t in picture.trials if is_bar(t)]
@@ -230,7 +230,7 @@ def _trials(axes: Any, picture: Picture, frame: Frame) -> None:
         axes.step(*columns(front), where="post", color=_BLUE, alpha=0.6, label="Pareto front", zorder=3)
 
 
-def _bars(axes: Any, trials: Sequence[Point], frame: Frame) -> None:
+def _bars(axes: Any, trials: Sequence[FrontPoint], frame: Frame) -> None:
     """A bar upwards from the bytes that each trial held when memory ran out."""
     axes.axvspan(*frame.strip, color=_RED, alpha=0.06, zorder=0)
     for trial in trials:
@@ -249,10 +249,10 @@ def _target(axes: Any, target_bytes: int | None, frame: Frame) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _names(axes: Any, picture: Picture, frame: Frame) -> None:
+def _names(axes: Any, picture: FrontPicture, frame: Frame) -> None:
     """Name the winner and the baseline, and number the front as far as there is room."""
     base, best = picture.baseline, picture.winner
-    named: list[tuple[Point, str, str]] = []
+    named: list[tuple[FrontPoint, str, str]] = []
     if best is not None and base is not None and best.number == base.number:
         named.append((best, f"the winner is the baseline (trial {best.number})", _GREEN))
     else:
@@ -267,7 +267,7 @@ def _names(axes: Any, picture: Picture, frame: Frame) -> None:
     )
 
 
-def _placed(axes: Any, frame: Frame, named: Sequence[tuple[Point, str, str]]) -> None:
+def _placed(axes: Any, frame: Frame, named: Sequence[tuple[FrontPoint, str, str]]) -> None:
     """Write each name beside its trial, on the side where the picture has room; a number near another is left out."""
     from matplotlib.patheffects import withStroke
 
@@ -287,7 +287,7 @@ def _placed(axes: Any, frame: Frame, named: Sequence[tuple[Point, str, str]]) ->
         taken.append((x, y))
 
 
-def _counts(picture: Picture, beyond: int) -> list[str]:
+def _counts(picture: FrontPicture, beyond: int) -> list[str]:
     """How many trials there are of each kind, and how many candidates were predicted."""
     states = [t.status for t in picture.trials if t.status is not None]
     parts = [f"{states.count(s)} {s}" for s in ProbeStatus if s in states]

@@ -45,7 +45,7 @@ def pages(folder: Path, study_name: str | None) -> Pages:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class MlflowServer:
     """MLflow's server at work."""
 
     address: str
@@ -61,7 +61,7 @@ class Server:
 
 
 @contextmanager
-def server(folder: Path, *, port: int | None) -> Iterator[Server]:
+def server(folder: Path, *, port: int | None) -> Iterator[MlflowServer]:
     """Run MLflow's server for `folder`. It ends with this process, however that ends.
 
     Raises ConfigError if the port is in use.
@@ -83,7 +83,7 @@ def server(folder: Path, *, port: int | None) -> Iterator[Server]:
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_until_up(address, process, log)
-        yield Server(address, log, process)
+        yield MlflowServer(address, log, process)
     finally:
         assert process.stdin is not None
         process.stdin.close()

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import psutil
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.files import cannot_write, private_folder
 
 _MOUNTS = Path("/proc/self/mounts")
@@ -40,14 +40,14 @@ def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]
         private_folder(folder)  # under umask 002 a group that is shown the studies could take or replace locks
         file = _opened(path)
     except OSError as error:
-        raise EnvironmentFault(cannot_write(path, error)) from error
+        raise cannot_write(path, error) from error
     with file:
         deadline = time.monotonic() + wait_s
         while not _locked(file):
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"another autofit process is working on {name}; wait until it ends, or choose another study "
-                    f"with --study"
+                    f"with {option('study')}"
                 )
             time.sleep(0.1)
         with _opened(path) as second:  # another opening of the file, as another process has
@@ -75,7 +75,7 @@ def _locked(file: TextIO) -> bool:
 def _no_locks(folder: Path, why: str) -> EnvironmentFault:
     return EnvironmentFault(
         f"the file system of {folder} ({file_system(folder)}) must lock files, but {why}: two searches could drive "
-        f"one study; choose a folder on a local disk with --dir"
+        f"one study; choose a folder on a local disk with {option('dir')}"
     )
 
 

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from sqlalchemy import URL, Connection, NullPool, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.tuning.storage import CALLS, Database, cause_of, me
 
 AWAY_S = 60.0  # longest wait for a server that is restarted
@@ -67,9 +67,9 @@ def postgres_advice(error: BaseException | None, database: Database) -> str:
     code = getattr(error, "pgcode", None)
     user = "this role" if database.url is None or database.url.username is None else f"role {database.url.username}"
     if code == _DENIED:
-        return f"{user} lacks a right there: have it granted to it, or name another role with --storage"
+        return f"{user} lacks a right there: have it granted to it, or name another role with {option('storage')}"
     if code == _READ_ONLY:
-        return "the server only reads (a standby?): name the primary with --storage"
+        return f"the server only reads (a standby?): name the primary with {option('storage')}"
     if code == _DISK_FULL:
         return "free some space on the server and run the same command again: no finished trial is lost"
     if code == _LOCKED:
@@ -79,7 +79,7 @@ def postgres_advice(error: BaseException | None, database: Database) -> str:
             "check the server, and the user and password (PGPASSWORD, ~/.pgpass), and run the same command again: no "
             "trial is lost"
         )
-    return "choose another database with --storage"
+    return f"choose another database with {option('storage')}"
 
 
 def _patient(method: Callable[..., T]) -> Callable[..., T]:
@@ -162,7 +162,7 @@ def open_postgres(database: Database, *, create: bool) -> PatientStorage:
         there = inspect(connection).has_table("alembic_version")
         if not there and not create:
             raise ConfigError(
-                f"there are no studies in {database}; run `autofit search` first, or name another --storage"
+                f"there are no studies in {database}; run `autofit search` first, or name another {option('storage')}"
             )
         if there and create:
             _check_writes(connection, database)
@@ -183,8 +183,8 @@ def _check_writes(connection: sqlalchemy.Connection, database: Database) -> None
     if standby or not writes:
         why = "the server is a standby, which only reads" if standby else f"role {role} can only read"
         raise EnvironmentFault(
-            f"a search must write to {database}, but {why}; name another role or server with --storage, or look at "
-            f"its studies with `autofit studies` and `autofit report`"
+            f"a search must write to {database}, but {why}; name another role or server with {option('storage')}, or "
+            "look at its studies with `autofit studies` and `autofit report`"
         )
 
 
@@ -217,7 +217,7 @@ class StudyLock:
         holder = "it ended a moment ago" if found is None else _words(*found)
         raise ConfigError(
             f"another autofit process is working on {self._name} in {self._database}: {holder}; wait until it ends, "
-            f"or choose another study with --study"
+            f"or choose another study with {option('study')}"
         )
 
     def keep(self) -> None:

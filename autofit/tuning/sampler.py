@@ -13,8 +13,7 @@ from threadpoolctl import ThreadpoolController
 
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.recipe.keys import TIERS
-from autofit.tuning.acquisition import ProbeCost, Proposal, propose
-from autofit.tuning.ahead import places_ahead
+from autofit.tuning.acquisition import ProbeCost, Proposal, places_ahead, propose
 from autofit.tuning.candidates import Grid, Ledger, Mask, Observation
 from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
 from autofit.tuning.model import Model

@@ -17,7 +17,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.hardware.hardware import Device
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
@@ -107,7 +107,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """The state of a search, shown while it runs."""
 
     trials: tuple[Trial, ...]
@@ -136,7 +136,7 @@ def open_study(plan: Plan) -> optuna.Study:
             by = f" by {known.owner}" if known.owner else ""
             raise ConfigError(
                 f"the study {plan.name!r} was made{by} for another recipe, target, device or space; "
-                f"omit --study or give another name"
+                f"omit {option('study')} or give another name"
             )
         keep_record(study, _asked(plan, known))
     return study
@@ -149,7 +149,7 @@ def _check_name(folder: Path) -> None:
     if there and folder.name not in there and other != folder.name:
         raise ConfigError(
             f"the study {folder.name!r} needs a folder of its own, and the file system, which ignores case, has "
-            f"that of {other!r} there; choose a name with --study that differs in more than case"
+            f"that of {other!r} there; choose a name with {option('study')} that differs in more than case"
         )
 
 
@@ -200,7 +200,7 @@ class Search:
         self.study = study
         self._setup = plan.setup(server_socket=server_socket)
         self._launcher = launcher or Launcher()
-        self.on_progress: Callable[[Progress], None] | None = None
+        self.on_progress: Callable[[SearchProgress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
         self.on_note: Callable[[str], None] = lambda _: None
         sampler = study.sampler
@@ -429,7 +429,7 @@ class Search:
             else:
                 requeue(self.study, frozen)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> SearchProgress:
         trials = self._trials()
         elapsed_s = time.monotonic() - self._began
         done = [t for t in trials if t.result is not None]
@@ -439,7 +439,7 @@ class Search:
             left_s = sum(walls) / len(walls) * max(0, self.plan.max_trials - len(done)) / self.plan.parallel
         if self.plan.budget_s is not None:
             left_s = min(left_s or self.plan.budget_s, max(0.0, self.plan.budget_s - elapsed_s))
-        return Progress(
+        return SearchProgress(
             trials=trials,
             probing=tuple(t for t in trials if t.number in self._live),
             best=winner(trials, goal=self.plan.goal, target_bytes=self.plan.limit_bytes),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from autofit.errors import ConfigError, EnvironmentFault, quoted
+from autofit.errors import ConfigError, EnvironmentFault, option, quoted
 from autofit.files import other_writers, read_json, regular_bytes, write_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ CALLS = (
     "get_all_studies", "_create_new_trial", "_set_trial_param", "set_trial_user_attr", "set_trial_system_attr",
     "set_trial_state_values", "get_trial", "_get_trials", "get_trial_user_attrs", "get_trial_system_attrs",
 )  # fmt: skip
-_WANTED = "--storage must be postgresql://USER@HOST/DATABASE, or file:PATH of a file that holds such a URL"
+_WANTED = f"{option('storage')} must be postgresql://USER@HOST/DATABASE, or file:PATH of a file that holds such a URL"
 _OTHERS = 0o077  # the bits of a file's mode that let others than its owner read or write it
 _OTHER_SCHEMES = ("mysql", "sqlite", "mariadb", "oracle", "mssql", "redis", "http", "https", "journal")
 _MOST_BYTES = 4096  # of a file with a URL
@@ -68,7 +68,8 @@ def check_there(database: Database) -> None:
     """Raise ConfigError where a folder has no file of studies; a Postgres is asked when it is opened."""
     if database.url is None and not database.path.exists():
         raise ConfigError(
-            f"there are no studies in {database.folder}; run `autofit search` first, or point --dir at its folder"
+            f"there are no studies in {database.folder}; run `autofit search` first, or point {option('dir')} at its "
+            "folder"
         )
 
 
@@ -77,10 +78,12 @@ def _place(folder: Path) -> Path:
     try:
         path = folder.resolve()
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"the links of {quoted(str(folder))} lead to themselves; give another --dir") from error
+        raise ConfigError(
+            f"the links of {quoted(str(folder))} lead to themselves; give another {option('dir')}"
+        ) from error
     if any(character in str(path) for character in "?{}") or unquote(str(path)) != str(path):
         raise ConfigError(
-            f"--dir: a path with ?, {{, }} or %20 in it cannot name a database; got {quoted(str(path), 150)}"
+            f"{option('dir')}: a path with ?, {{, }} or %20 in it cannot name a database; got {quoted(str(path), 150)}"
         )
     return path
 
@@ -119,13 +122,13 @@ def check_is_of(database: Database) -> None:
     if kept is None and database.path.exists() and database.url is not None:
         raise ConfigError(
             f"the studies of {folder} are in {database.path}, so {database} cannot have more of them; choose "
-            f"another folder with --dir, or omit --storage (and {VARIABLE})"
+            f"another folder with {option('dir')}, or omit {option('storage')} (and {VARIABLE})"
         )
     known = None if kept is None else Database(folder=folder, url=_url(kept))
     if known is not None and not known.is_same_as(database):
         raise ConfigError(
-            f"the studies of {folder} are in {known}, and not in {database}; choose another folder with --dir, or "
-            f"omit --storage (and {VARIABLE})"
+            f"the studies of {folder} are in {known}, and not in {database}; choose another folder with "
+            f"{option('dir')}, or omit {option('storage')} (and {VARIABLE})"
         )
 
 
@@ -167,12 +170,13 @@ def _kept(folder: Path) -> str | None:
         return None if found is None else str(found["storage"])
     except OSError as error:
         raise EnvironmentFault(
-            f"cannot read {_kept_path(folder)}: {error.strerror}; choose another folder with --dir, or ask its owner"
+            f"cannot read {_kept_path(folder)}: {error.strerror}; choose another folder with {option('dir')}, or ask "
+            "its owner"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise EnvironmentFault(
             f"{_kept_path(folder)} must name the database of the studies, but cannot be read; delete it and name the "
-            f"database with --storage"
+            f"database with {option('storage')}"
         ) from error
 
 
@@ -195,7 +199,7 @@ def _followed(folder: Path) -> str | None:
     if why:
         raise ConfigError(
             f"{_kept_path(folder)} names a database, and is not followed, as {why}: your password (PGPASSWORD) would "
-            f"be sent to the host in it; name the database yourself with --storage"
+            f"be sent to the host in it; name the database yourself with {option('storage')}"
         )
     return kept
 
@@ -231,9 +235,13 @@ def _url(storage: str) -> "URL":
     secret = found.password or found.query.get("password")
     rest = {key: value for key, value in found.query.items() if key != "password"}
     if "sslpassword" in rest:
-        raise ConfigError("--storage must not have an sslpassword; use a key file without one, or a service of libpq")
+        raise ConfigError(
+            f"{option('storage')} must not have an sslpassword; use a key file without one, or a service of libpq"
+        )
     if importlib.util.find_spec("psycopg2") is None:
-        raise EnvironmentFault("--storage with Postgres needs a driver: pip install 'psycopg2-binary>=2.9.9'")
+        raise EnvironmentFault(
+            f"{option('storage')} with Postgres needs a driver: pip install 'psycopg2-binary>=2.9.9'"
+        )
     return URL.create(
         "postgresql+psycopg2", found.username, str(secret) if secret else None, found.host, found.port,
         found.database, rest,
@@ -248,7 +256,7 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:
         no_text = isinstance(error, UnicodeDecodeError)
         why = error.strerror if isinstance(error, OSError) else "it is no text" if no_text else f"it {error}"
-        raise ConfigError(f"--storage file:{path} cannot be read: {why}; it must hold one URL") from error
+        raise ConfigError(f"{option('storage')} file:{path} cannot be read: {why}; it must hold one URL") from error
     if found.st_mode & _OTHERS:
         raise ConfigError(
             f"others can read {path}, which may hold a password (mode {found.st_mode & 0o777:o}); run chmod 600 {path}"

@@ -15,7 +15,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest, one_line
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest, one_line, option
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
@@ -46,7 +46,7 @@ def database_errors(folder: Path) -> Iterator[None]:
         reason = str(at_fault).strip().partition("\n")[0]
         raise EnvironmentFault(f"{database} cannot be used as a database: {reason}; {advice}") from error
     except OSError as error:
-        raise EnvironmentFault(cannot_write(database_of(folder).path, error)) from error
+        raise cannot_write(database_of(folder).path, error) from error
 
 
 def _advice(error: BaseException | None, path: Path) -> str:
@@ -56,15 +56,15 @@ def _advice(error: BaseException | None, path: Path) -> str:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return f"{holder_of(path)} has locked it: run the same command again once that has ended; no trial is lost"
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
-        return "make the file writable or choose another folder with --dir"
+        return f"make the file writable or choose another folder with {option('dir')}"
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_OK):  # OK: a text that is not UTF-8
-        return "move the file away, or choose another folder with --dir"
+        return f"move the file away, or choose another folder with {option('dir')}"
     if code == sqlite3.SQLITE_IOERR:
         return (
             f"the disk failed, or a quota is used up (see `quota`, `df {path.parent}`): mend that and run the same "
             f"command again; the file is left as it is"
         )
-    return "run the same command again, or choose another folder with --dir; the file is left as it is"
+    return f"run the same command again, or choose another folder with {option('dir')}; the file is left as it is"
 
 
 def tell_errors(storage: RDBStorage, folder: Path) -> None:
@@ -91,10 +91,12 @@ def _told(call: Callable[..., T], folder: Path, *, reads: bool) -> Callable[...,
 def damage(folder: Path, error: Exception) -> EnvironmentFault:
     """The error of a database whose content is not what was written."""
     database = database_of(folder)
-    fix = "move the file away, or choose another folder with --dir"
+    fix = f"move the file away, or choose another folder with {option('dir')}"
+    if database.url is not None:
+        fix = f"restore it, or choose another database with {option('storage')}"
     return EnvironmentFault(
         f"{database} is damaged: what it holds cannot be read ({type(error).__name__}: {one_line(str(error), 80)}); "
-        f"{fix if database.url is None else 'restore it, or choose another database with --storage'}"
+        f"{fix}"
     )
 
 
@@ -169,7 +171,7 @@ def _check_version(database: Database, storage: RDBStorage) -> None:
     fix = f"run `optuna storage upgrade --storage {url}`" if older else "update it: pip install -U optuna"
     raise EnvironmentFault(
         f"{database} was written by another version of Optuna: its tables have version {version}, but Optuna "
-        f"{optuna.__version__} needs {storage.get_head_version()}; {fix}, or choose another folder with --dir"
+        f"{optuna.__version__} needs {storage.get_head_version()}; {fix}, or choose another folder with {option('dir')}"
     )
 
 
@@ -215,7 +217,7 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
     if not is_own(study):  # the last used one is another program's only where all are
         raise ConfigError(
             f"the study {study.study_name!r} in {home} was not made by autofit; run `autofit search` first, or point "
-            f"--dir at its folder"
+            f"{option('dir')} at its folder"
         )
     return study
 

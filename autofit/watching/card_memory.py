@@ -70,7 +70,7 @@ def _of(stats: dict[str, Any], name: str, moment: str) -> int:
 _EVERY_S = 1.0  # between two questions to the driver
 
 
-class CardUse:
+class CardPeak:
     """Peak reserved bytes and the bytes outside torch's allocator, added as `autofit.probing.memory` adds them."""
 
     def __init__(self, outside_bytes: Callable[[], int]) -> None:
@@ -85,10 +85,10 @@ class CardUse:
         return peak_reserved_bytes + self._most_outside
 
 
-def card_use() -> CardUse | None:
+def card_use() -> CardPeak | None:
     """The use of this process' card; None where the driver does not tell it."""
     used = _driver_bytes()
-    return None if used is None else CardUse(lambda: max(0, used() - torch.cuda.memory_reserved()))
+    return None if used is None else CardPeak(lambda: max(0, used() - torch.cuda.memory_reserved()))
 
 
 def _driver_bytes() -> Callable[[], int] | None:

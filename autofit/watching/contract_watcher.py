@@ -11,7 +11,7 @@ from autofit.watching.events import Kind, RunEvent, events_of
 from autofit.watching.watcher import StepFacts, Watched, Watcher
 
 if TYPE_CHECKING:
-    from autofit.watching.card_memory import CardUse
+    from autofit.watching.card_memory import CardPeak
 
 _FIRST_LOOK = 5  # steps after the first one of a start, then twice as many, and so on: each look reads every step time
 
@@ -27,7 +27,7 @@ class ContractWatcher(Watcher):
         self._look_at = _FIRST_LOOK
         self._told: set[str] = set()  # rows that are told as broken
         self._step = 0
-        self._card: CardUse | None = None
+        self._card: CardPeak | None = None
         self.of_trial = True  # False: a script's run, not that of a trial's own recipe
         self.rows: tuple[Row, ...] = ()  # the last comparison
         self.verdict = ""  # "" before the end
@@ -147,7 +147,7 @@ def _device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
 
 
-def _card_use() -> "CardUse | None":
+def _card_use() -> "CardPeak | None":
     from autofit.watching.card_memory import card_use  # imports torch
 
     return card_use()

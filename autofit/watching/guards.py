@@ -9,7 +9,7 @@ from math import isfinite
 from statistics import fmean, median
 
 from autofit.watching.events import Kind, RunEvent
-from autofit.watching.thresholds import Check, Guard
+from autofit.watching.thresholds import Guard, GuardCheck
 from autofit.watching.trends import Trend, memory, shift, trend
 from autofit.watching.watcher import Watched, Watcher
 
@@ -53,7 +53,7 @@ def keeps(guard: Guard) -> int:
 
 def every(guard: Guard) -> int:
     """Logged steps between two looks: a trend of many steps is dear, and does not change in one."""
-    return max(1, guard.window // 10) if guard.check in (Check.STUCK, Check.DRIFTS) else 1
+    return max(1, guard.window // 10) if guard.check in (GuardCheck.STUCK, GuardCheck.DRIFTS) else 1
 
 
 def _band(guard: Guard, points: Points, past: Past) -> Fault | None:
@@ -184,9 +184,9 @@ def _began(excess: Points) -> int:
     return excess[-1 - max(range(len(sums)), key=sums.__getitem__)][0]
 
 
-_CHECKS: Mapping[Check, Callable[[Guard, Points, Past], Fault | None]] = {
-    Check.BAND: _band, Check.FINITE: _finite, Check.FALLS: _falls, Check.SPIKES: _spikes, Check.STUCK: _stuck,
-    Check.DRIFTS: _drifts,
+_CHECKS: Mapping[GuardCheck, Callable[[Guard, Points, Past], Fault | None]] = {
+    GuardCheck.BAND: _band, GuardCheck.FINITE: _finite, GuardCheck.FALLS: _falls, GuardCheck.SPIKES: _spikes,
+    GuardCheck.STUCK: _stuck, GuardCheck.DRIFTS: _drifts,
 }  # fmt: skip
 
 
@@ -195,7 +195,7 @@ _QUIET = 10  # healthy logged steps in a row that end an alarm, at least: one th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class AlarmChange:
     """An alarm begins, or has ended: `until` is the last step that was not healthy."""
 
     fault: Fault
@@ -213,9 +213,9 @@ class Track:
         self._alarm: Fault | None = None
         self._first: Fault | None = None  # of the faults in a row
 
-    def add(self, step: int, value: float) -> Change | None:
+    def add(self, step: int, value: float) -> AlarmChange | None:
         """Look at the value of a step that is logged; the change of the alarm, if it changes."""
-        if step <= self.guard.warmup or not (isfinite(value) or self.guard.check is Check.FINITE):
+        if step <= self.guard.warmup or not (isfinite(value) or self.guard.check is GuardCheck.FINITE):
             return None
         self._points.append((step, value))
         if len(self._early) < self.guard.window:
@@ -225,7 +225,7 @@ class Track:
             return None
         return self._judge(step)
 
-    def _judge(self, step: int) -> Change | None:
+    def _judge(self, step: int) -> AlarmChange | None:
         found = fault_of(self.guard, list(self._points), Past(early=self._early, alarmed=self._alarm is not None))
         fault = self._since_first(found)
         self._until = self._until if fault is None else step
@@ -235,9 +235,9 @@ class Track:
             return None
         self._streak, self._alarm = 0, fault
         if fault is not None:
-            return Change(fault=fault)
+            return AlarmChange(fault=fault)
         assert alarm is not None
-        return Change(fault=alarm, until=self._until)
+        return AlarmChange(fault=alarm, until=self._until)
 
     def _since_first(self, fault: Fault | None) -> Fault | None:
         """A fault of a moving window began with the first of its kind in a row."""
@@ -263,7 +263,7 @@ class GuardWatcher(Watcher):
     def logs(self, line: Mapping[str, object]) -> Iterable[RunEvent]:
         return [_event(track.guard, metric, change, line) for track, metric, change in self._changes(line)]
 
-    def _changes(self, line: Mapping[str, object]) -> list[tuple[Track, str, Change]]:
+    def _changes(self, line: Mapping[str, object]) -> list[tuple[Track, str, AlarmChange]]:
         step = int(str(line["step"]))
         tracks = [(track, metric, value) for metric, value in _numbers(line) for track in self._of(metric, line)]
         seen = [(track, metric, track.add(step, value)) for track, metric, value in tracks]
@@ -284,7 +284,7 @@ def _numbers(line: Mapping[str, object]) -> list[tuple[str, float]]:
     return [(key, float(value)) for key, value in line.items() if isinstance(value, int | float)]
 
 
-def _event(guard: Guard, metric: str, change: Change, line: Mapping[str, object]) -> RunEvent:
+def _event(guard: Guard, metric: str, change: AlarmChange, line: Mapping[str, object]) -> RunEvent:
     step, fault = int(str(line["step"])), change.fault
     value = fault.value if isfinite(fault.value) else None  # JSON has no NaN
     data: dict[str, object] = {"guard": guard.name, "metric": metric, "since": fault.since, "value": value}

@@ -20,7 +20,7 @@ _MEMORY = {  # the first that a line has; the host's memory stands for a device'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """Where a run is after its last logged line. None is "not known", or "not known yet"."""
 
     step: int
@@ -35,7 +35,7 @@ class Progress:
     memory_kind: str = ""  # device-used, peak reserved, or host memory (of a run on the CPU)
 
 
-def progress_of(lines: Sequence[Mapping[str, object]]) -> Progress | None:
+def progress_of(lines: Sequence[Mapping[str, object]]) -> RunProgress | None:
     """The progress of a run with the logged `lines`, oldest first; None before the first line."""
     if not lines:
         return None
@@ -43,7 +43,7 @@ def progress_of(lines: Sequence[Mapping[str, object]]) -> Progress | None:
     timed = _of_this_start(recent)
     kind = next((key for key in _MEMORY if last.get(key) is not None), None)
     found = _reward_trend(recent)
-    return Progress(
+    return RunProgress(
         step=_whole(last, "step"), last_step=_whole(last, "max_steps"), step_s=_step_s(timed), eta_s=_eta_s(timed),
         tokens_per_s=_tokens_per_s(timed), reward=_number(last, "reward"),
         reward_trend_per_100=None if found is None else 100 * found.slope,

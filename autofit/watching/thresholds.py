@@ -19,7 +19,7 @@ _SAID: Mapping[str, str | float] = {"metric": "m", "part": "p", "value": 0.5, "s
 _FLOODS = re.compile(r"\d{3}|[{}]")  # a format of a hundred characters and more, or one that names a value in turn
 
 
-class Check(StrEnum):
+class GuardCheck(StrEnum):
     """What a guard looks at; guards.yaml says it in full."""
 
     BAND = "band"
@@ -31,9 +31,9 @@ class Check(StrEnum):
 
 
 # The keys that a check cannot do without: one of each group.
-_NEEDS: Mapping[Check, tuple[str, ...]] = {
-    Check.BAND: ("min", "max"), Check.FINITE: (), Check.FALLS: ("share",), Check.SPIKES: ("times",),
-    Check.STUCK: (), Check.DRIFTS: ("min", "max"),
+_NEEDS: Mapping[GuardCheck, tuple[str, ...]] = {
+    GuardCheck.BAND: ("min", "max"), GuardCheck.FINITE: (), GuardCheck.FALLS: ("share",), GuardCheck.SPIKES: ("times",),
+    GuardCheck.STUCK: (), GuardCheck.DRIFTS: ("min", "max"),
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class Guard:
 
     name: str
     metric: tuple[str, ...]  # names of logged metrics, with * and ?
-    check: Check = Check.BAND
+    check: GuardCheck = GuardCheck.BAND
     min: float | None = None
     max: float | None = None
     share: float | None = None
@@ -87,7 +87,10 @@ class Guard:
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "Guard":
-        listed = {"metric": tuple(_names(content["metric"])), "check": Check(str(content.get("check", Check.BAND)))}
+        listed = {
+            "metric": tuple(_names(content["metric"])),
+            "check": GuardCheck(str(content.get("check", GuardCheck.BAND))),
+        }
         return cls(**{**content, **listed})  # type: ignore[arg-type]
 
 
@@ -155,7 +158,7 @@ def _faults(name: str, entry: object, ours: Mapping[str, object]) -> list[str]:
 
 
 def _missing(entry: Mapping[str, object]) -> list[str]:
-    check = Check(str(entry.get("check", Check.BAND)))
+    check = GuardCheck(str(entry.get("check", GuardCheck.BAND)))
     needs = _NEEDS[check]
     if needs and not any(entry.get(key) is not None for key in needs):
         return [f"check {check} needs {' or '.join(needs)}"]
@@ -213,7 +216,7 @@ def _names(value: object) -> Sequence[str]:
 
 
 _KINDS: Mapping[str, type | tuple[str, ...]] = {
-    "metric": str, "check": tuple(str(check) for check in Check), "min": float, "max": float, "share": float,
+    "metric": str, "check": tuple(str(check) for check in GuardCheck), "min": float, "max": float, "share": float,
     "times": float, "direction": ("up", "down"), "ahead": int, "window": int, "patience": int, "warmup": int,
     "action": ("alert", "stop"), "objective": str, "generates": bool, "says": str, "advice": str,
 }  # fmt: skip

@@ -11,7 +11,7 @@ from autofit.watching.guards import GuardWatcher
 from autofit.watching.memory import MemoryWatcher
 from autofit.watching.progress import ProgressWatcher
 from autofit.watching.rewards import RewardWatcher
-from autofit.watching.thresholds import Check, Guard
+from autofit.watching.thresholds import Guard, GuardCheck
 from autofit.watching.watcher import Watched, Watcher
 
 _MOST_NAMES = 8  # of LoRA's targets
@@ -185,7 +185,7 @@ def _memory(promise: Promise | None) -> str:
 
 def _can_watch(guard: Guard, run: Watched) -> bool:
     without_kl = getattr(run.hf_trainer, "beta", None) == 0 and guard.looks_at("kl")
-    return guard.generates in (None, run.generates) and not (without_kl and guard.check is not Check.FINITE)
+    return guard.generates in (None, run.generates) and not (without_kl and guard.check is not GuardCheck.FINITE)
 
 
 def _guards(guards: Sequence[Guard]) -> str:

@@ -14,6 +14,7 @@ import yaml
 
 from autofit.errors import ConfigError, printable, quoted
 from autofit.recipe.catalogue import architecture, names
+from autofit.recipe.keys import OTHER_MODELS
 from autofit.recipe.launch import LAUNCH
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
@@ -58,7 +59,7 @@ def allowed(
     for key, value in values.items():
         if key in _MODELS:
             found[key] = _model(value, key) if model is None else model
-        elif key in ("reward_model_name_or_path", "teacher_model_name_or_path"):
+        elif key in OTHER_MODELS:
             found[key] = None if value is None else _model(value, key)
         elif key == "reward_funcs":
             found[key] = _rewards(value, notes)

@@ -25,8 +25,7 @@ from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
-from autofit.forecast.offers import Offer
-from autofit.forecast.shop import Shop
+from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.foreign import Explanation
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
@@ -36,9 +35,8 @@ from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.catalogue import by_name_only
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
-from autofit.recipe.profile import profile, profiles
+from autofit.recipe.profile import SeveralTrainersError, profile, profiles
 from autofit.recipe.recipe import Recipe, merge
-from autofit.recipe.starting import SeveralTrainersError
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
 from autofit.web.allowed import Allowed, allowed

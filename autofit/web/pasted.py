@@ -17,7 +17,7 @@ from autofit.frontends.reading import explain
 from autofit.frontends.tools import tool_of
 from autofit.frontends.verl import starts_verl
 from autofit.recipe.catalogue import architecture
-from autofit.recipe.starting import OF_TRL
+from autofit.recipe.profile import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 # Keys that name code, files or other models.

@@ -24,7 +24,7 @@ class Full(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Queue:
+class ArrivalQueue:
     """Places in the order of arrival, of which the first `at_once` have their turn."""
 
     at_once: int
@@ -145,7 +145,7 @@ class PageServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.access, self.limits = access, limits
-        self.line = Queue(at_once=limits.at_once, waiting=limits.waiting, of_address=limits.of_address)
+        self.line = ArrivalQueue(at_once=limits.at_once, waiting=limits.waiting, of_address=limits.of_address)
         self.rate = Rate(limits.a_minute)
         self.connections = Connections(limits.connections)
         super().__init__(address, Handler)

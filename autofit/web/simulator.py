@@ -15,7 +15,7 @@ from pathlib import Path
 from autofit.errors import EnvironmentFault
 from autofit.files import Scratch
 from autofit.probing.fork_server import ForkServer, ServerGone, call
-from autofit.probing.supervise import Ending, computing_env
+from autofit.probing.supervise import ProcessEnding, computing_env
 from autofit.web.question import Limits, Question
 
 TOLD = "told.jsonl"  # file of an answer's lines (autofit.web.answering)
@@ -54,7 +54,7 @@ class WarmServer(ForkServer):
         """Its process, of which those of the simulations are forks."""
         return self._server.pid
 
-    def call(self, message: Mapping[str, object]) -> Ending:
+    def call(self, message: Mapping[str, object]) -> ProcessEnding:
         return call(self.socket_path, message, alive=self.lives)
 
     def lives(self) -> bool:
@@ -82,7 +82,7 @@ class Shared(ForkServer):
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
 
-    def call(self, message: Mapping[str, object]) -> Ending:
+    def call(self, message: Mapping[str, object]) -> ProcessEnding:
         return call(self.socket_path, message)
 
     def is_ready(self) -> bool:
@@ -181,7 +181,7 @@ class Simulator:
             "cancel": str(folder / "cancel"),
         }  # fmt: skip
 
-    def call(self, message: Mapping[str, object]) -> Ending:
+    def call(self, message: Mapping[str, object]) -> ProcessEnding:
         """Run a call; a server that is gone is started again."""
         try:
             return self._server.call(message)
@@ -246,7 +246,7 @@ def _lines(told: Path, calling: _Call) -> Generator[Line | None, None, None]:
         yield {"is": "error", "text": calling.problem}
 
 
-def _problem(ending: Ending) -> str:
+def _problem(ending: ProcessEnding) -> str:
     if ending.deadline_passed:
         return "the answer took longer than it may here; autofit on your own machine has no such limit"
     if ending.exit_code and not ending.abandoned:

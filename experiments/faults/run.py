@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from autofit.files import read_json, write_json
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.supervise import Ending
-from autofit.promotion.ladder import Ladder
+from autofit.probing.supervise import ProcessEnding
+from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.rescue import carried, goes_on
 from autofit.watching.events import Kind, events_of, read_progress
 
@@ -37,7 +37,7 @@ class FaultyRun:
     env: Mapping[str, str] = field(default_factory=dict)
     rescues: bool = False
     _thread: threading.Thread | None = None
-    _ending: Ending | None = None
+    _ending: ProcessEnding | None = None
 
     def start(self) -> None:
         """Start the process, which goes on from the newest whole checkpoint."""
@@ -57,7 +57,7 @@ class FaultyRun:
         self._thread = threading.Thread(target=self._call)
         self._thread.start()
 
-    def wait(self) -> Ending:
+    def wait(self) -> ProcessEnding:
         """The end of the process."""
         assert self._thread is not None
         self._thread.join()
@@ -109,12 +109,14 @@ class FaultyRun:
         again = True
         while again:  # as the job of a promoted run does it
             self._ending = self.server.call(json.loads(json.dumps(message)))
-            again = self.rescues and goes_on(self.folder / "request.json", Ending(exit_code=self._ending.exit_code))
+            again = self.rescues and goes_on(
+                self.folder / "request.json", ProcessEnding(exit_code=self._ending.exit_code)
+            )
 
-    def _ladder(self, values: Mapping[str, object]) -> Ladder:
+    def _ladder(self, values: Mapping[str, object]) -> RescueLadder:
         """What a study's record tells of the recipe."""
         plugin: Any = load(self.trainer)
-        return Ladder(
+        return RescueLadder(
             trial=0, trainer=self.trainer, device="cpu", keys=plugin.keys, compared=plugin.compared, values=values,
             resolved=plugin.parse(values, overrides={"use_cpu": True}).resolved, space=str(plugin.space),
         )  # fmt: skip

@@ -319,8 +319,8 @@ def of_autofit(model: str, case: dict[str, Any], folder: Path) -> dict[str, int]
     """The same of the trainer on a simulated CPU, rank 0."""
     from autofit.fakegpu import fake_gpu
     from autofit.plugin.protocol import Inspection
+    from autofit.plugin.ranks import simulated_rank
     from autofit.probing.prepare import worst_case_path
-    from autofit.probing.rank import simulated_rank
     from autofit.recipe.launch import Launch
     from autofit.trainers.verl import TRAINER
 

@@ -98,11 +98,11 @@ def train_in_full(request_path: str) -> int:
     from autofit.plugin.protocol import LOAD, Task
     from autofit.plugin.registry import load
     from autofit.probing.memory import CpuMemory, merged
-    from autofit.probing.phases import Recorder
+    from autofit.probing.phases import PhaseRecorder
 
     asked: Any = read_json(Path(request_path))
     output, memory = Path(asked["output"]), CpuMemory(None)
-    recorder = Recorder(memory, Path(request_path).with_name("phase-full"))
+    recorder = PhaseRecorder(memory, Path(request_path).with_name("phase-full"))
     memory.start()
     task = Task(device="cpu", output=output)
     recorder.enter(LOAD)

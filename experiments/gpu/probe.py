@@ -10,7 +10,7 @@ from autofit.plugin.protocol import LOAD, Control, Run, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
-from autofit.probing.phases import Recorder, StepClock
+from autofit.probing.phases import PhaseRecorder, StepClock
 from autofit.probing.result import ProbeRequest
 from autofit.probing.worker import rank_of
 from autofit.recipe.launch import split
@@ -38,10 +38,10 @@ def _run(request_path: str, *, profiles: bool) -> int:
     if isinstance(env, dict):  # before CUDA starts: torch's allocator reads its settings once
         os.environ.update({str(key): str(value) for key, value in env.items()})
     row: Row = {"status": "failed", "reason": "", "limit_bytes": request.limit_bytes}
-    recorders: list[Recorder] = []
+    recorders: list[PhaseRecorder] = []
     try:
         with rank_of(request), memory_of(request.device, request.limit_bytes) as memory:
-            recorders.append(Recorder(memory, request.phase_path))
+            recorders.append(PhaseRecorder(memory, request.phase_path))
             _train(request, memory, recorders[0], row, profiles=profiles)
     except Exception as error:
         traceback.print_exc()
@@ -60,7 +60,7 @@ def _run(request_path: str, *, profiles: bool) -> int:
     return 0
 
 
-def _train(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row, *, profiles: bool) -> None:
+def _train(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, row: Row, *, profiles: bool) -> None:
     """Fill `row`. What the driver says on the way is kept in it, whatever happens later."""
     row["device_name"] = memory.device_name
     readings = row["readings"] = {"context": getattr(memory, "context_bytes", None),
@@ -80,7 +80,7 @@ def _train(request: ProbeRequest, memory: Memory, recorder: Recorder, row: Row, 
         memory.stop()
 
 
-def _keep_peaks(row: Row, recorder: Recorder) -> None:
+def _keep_peaks(row: Row, recorder: PhaseRecorder) -> None:
     peaks = merged(recorder.peaks)
     row |= tops(peaks) | {"phases": [asdict(peak) for peak in peaks]}
 
@@ -89,7 +89,7 @@ class _Clock(StepClock):
     """Fills the row after the last measured step, whatever the next one does: that one's kernels may be recorded."""
 
     def __init__(
-        self, trained: Run, recorder: Recorder, memory: Memory, row: Row, request: ProbeRequest, *, most: int,
+        self, trained: Run, recorder: PhaseRecorder, memory: Memory, row: Row, request: ProbeRequest, *, most: int,
         profiles: bool,
     ) -> None:  # fmt: skip
         super().__init__(trained, recorder, memory, measure_after=1, round_of=request.measured_steps)

@@ -94,7 +94,7 @@ def spread(settings: Mapping[str, object], ranks: int, sharding: str) -> dict[st
 def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, float | str]:
     """{case: relative difference of the gradient, or why there is none} of one recipe, for all cases or `only` some."""
     from autofit.errors import EnvironmentFault
-    from autofit.proof.worker import Proof
+    from autofit.proof.worker import GradientProof
 
     settings = row["settings"]
     assert isinstance(settings, dict)
@@ -104,7 +104,7 @@ def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, flo
     named = {case: {**base, **spread(settings, *how)} for case, how in CASES.items() if case in only or not only}
     found: dict[str, float | str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        proof = Proof(str(row["trainer"]), {"baseline": base, **named}, Path(folder))
+        proof = GradientProof(str(row["trainer"]), {"baseline": base, **named}, Path(folder))
         for case in named:
             try:
                 found[case] = float(f"{proof.difference(case).relative:.2e}")

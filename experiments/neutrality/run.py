@@ -144,7 +144,7 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
 
 def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, float]:
     """{knob: relative difference of the gradient} of one recipe, for all knobs or `only` some."""
-    from autofit.proof.worker import Proof
+    from autofit.proof.worker import GradientProof
 
     settings = row["settings"]
     assert isinstance(settings, dict)
@@ -158,7 +158,7 @@ def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, flo
     changes = {k: c for k, c in knobs(str(row["trainer"]), settings).items() if k in only or not only}
     named = {f"{knob} {i}": {**base, **c} for knob, cs in changes.items() for i, c in enumerate(cs)}
     with tempfile.TemporaryDirectory() as folder:
-        proof = Proof(str(row["trainer"]), {"baseline": base, **named}, Path(folder))
+        proof = GradientProof(str(row["trainer"]), {"baseline": base, **named}, Path(folder))
         found = {name: proof.difference(name).relative for name in named}
     return {knob: max(found[f"{knob} {i}"] for i in range(len(cs))) for knob, cs in changes.items()}
 

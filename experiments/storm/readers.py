@@ -17,10 +17,10 @@ from autofit.hardware.prices import prices
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import launch_options, launched
 from autofit.recipe.pipeline import OPTIONS, read_pipeline
+from autofit.recipe.profile import TAKEN_BY
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import sealed
 from autofit.recipe.source import read_source
-from autofit.recipe.starting import TAKEN_BY
 from autofit.space.knob import load_space, read_space
 from autofit.space.space import Space
 from autofit.trainers.offline import read_config_file

@@ -24,7 +24,7 @@ from transformers.models.mistral.configuration_mistral import MistralConfig
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.probing.rank import simulated_rank
+from autofit.plugin.ranks import simulated_rank
 from autofit.recipe.launch import Launch
 from experiments.two_cards.rows import Row, rows
 

@@ -41,8 +41,8 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import verl_recipe
 from autofit.frontends.verl_settings import Settings
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
+from autofit.plugin.ranks import simulated_rank
 from autofit.probing.prepare import worst_case_path
-from autofit.probing.rank import simulated_rank
 from autofit.recipe.catalogue import architecture
 from autofit.recipe.launch import Launch
 from autofit.trainers import verl as trainer
