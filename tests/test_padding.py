@@ -134,6 +134,7 @@ ROWS = {  # each text gets an end, a token more
     "bfd short": ([39, 19] * 8, {"packing_strategy": "bfd"}),  # no row is full
     "bfd_split": ([99, 27] * 8, {"packing_strategy": "bfd_split"}),
     "wrapped": ([50, 30, 8, 40] * 6, {"packing_strategy": "wrapped"}),
+    "wrapped padding-free": ([50, 30, 8, 40] * 6, {"packing_strategy": "wrapped", "padding_free": True}),
     "padded": ([63, 62] * 8, {"packing": False}),
     "padding-free": ([63, 63] * 8, _PADDING_FREE),
     "padding-free uneven": ([63, 62] * 8, _PADDING_FREE),

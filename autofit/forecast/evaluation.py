@@ -12,7 +12,7 @@ from autofit.forecast.structures import LATER, Shape
 from autofit.plugin.protocol import LOAD, ROLLOUT, SYNC, WAKE_UP
 
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
-_OF_MICRO_BATCH = ("update", *_ONCE)
+OF_MICRO_BATCH = ("update", *_ONCE)
 _OF_ROLLOUT = (ROLLOUT, WAKE_UP, SYNC, DECODE)
 
 
@@ -57,7 +57,7 @@ class Parts:
     @property
     def before_update_s(self) -> Floats:
         """Seconds of an optimizer step before its update."""
-        before = [each for segment, each in self.seconds.items() if plain(segment) not in _OF_MICRO_BATCH]
+        before = [each for segment, each in self.seconds.items() if plain(segment) not in OF_MICRO_BATCH]
         return _sum(before, len(self.shapes))
 
 

@@ -18,6 +18,7 @@ from autofit.probing.kept import code_hash
 from autofit.recipe.keys import BatchKeys
 
 EXACT_SHARE = 1e-4  # a model with a larger hold-out error (relative) rules out no candidate
+SECONDS_SHARE = 0.05  # the same of the seconds of an update
 _DEADLINE_S = 300.0
 _UNREAD = ("output_dir", "run_name", "logging_dir", "seed", "learning_rate", "max_steps", "num_train_epochs")
 
@@ -30,7 +31,8 @@ class Made:
 
     model: MassModel | None = None
     layers: int = 0  # of the architecture
-    mismatch: float = 0.0  # relative error at the hold-out, which has all layers
+    mismatch: float = 0.0  # relative error of the bytes at the hold-out, which has all layers
+    seconds_mismatch: float = 0.0  # and of the seconds of its update: below 0 where the forecast is too fast
     reason: str = ""
     crashed: bool = False  # whether the reason is an error of the training itself
 
@@ -41,6 +43,9 @@ class Made:
             return self.reason
         if self.mismatch > EXACT_SHARE:
             return f"a training traced as a test took {self.mismatch:.2%} more or less than was forecast"
+        if abs(self.seconds_mismatch) > SECONDS_SHARE:
+            way = "short" if self.seconds_mismatch < 0 else "long"
+            return f"the update of a training traced as a test was forecast {abs(self.seconds_mismatch):.0%} too {way}"
         return ""
 
 
@@ -111,7 +116,7 @@ def _read(folder: Path) -> Made | None:
         return None
     return Made(
         model=MassModel.load(folder / "model.npz"), layers=int(str(answer["layers"])),
-        mismatch=float(str(answer["mismatch"])),
+        mismatch=float(str(answer["mismatch"])), seconds_mismatch=float(str(answer["seconds_mismatch"])),
     )  # fmt: skip
 
 

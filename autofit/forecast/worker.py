@@ -37,7 +37,8 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, read_json, write_json
-from autofit.forecast.structures import LATER
+from autofit.forecast.evaluation import OF_MICRO_BATCH, Parts, plain
+from autofit.forecast.structures import LATER, Shape
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
 from autofit.plugin.ranks import simulated_rank
@@ -64,6 +65,25 @@ class Point:
     @property
     def generated(self) -> int:
         return self.micro_batch * self.chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Peak live bytes of each phase of a traced training, and seconds of its second step after the rollout.
+
+    `update_s` is None where the layers do not repeat: then no clock ran.
+    """
+
+    peaks: Mapping[str, int]
+    update_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far a model is from a training that was traced as a test: relative errors of its bytes and its seconds."""
+
+    bytes_frac: float = 0.0  # the largest error of a phase's peak, over the largest peak
+    seconds_frac: float = 0.0  # forecast over traced, less 1; 0 where no seconds were traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +116,17 @@ class Recording:
             kernels = kernels.in_whole_tiles(self.tile_tokens, rest)
         return kernels
 
-    def peaks(self, point: Point, stack: Stack | None) -> dict[str, int]:
-        """Peak live bytes of each phase at `point` with all layers.
+    def seen(self, point: Point, stack: Stack | None) -> "Seen":
+        """What a training at `point` with all layers takes.
 
         With a `stack`, few layers are traced and expanded to all, or, where their events do not repeat, all traced.
         """
         if stack is not None:
             with contextlib.suppress(NotRepeatingError), self._card(stack, follow_layers=True) as gpu:
                 marks = self._train(gpu, point)
-                return _peaks(expanded(gpu, marks.marks))
-        return self.trace(point).peaks
+                run = expanded(gpu, marks.marks)
+                return Seen(peaks=_peaks(run), update_s=_update_s(run, marks.second_step))
+        return Seen(peaks=self.trace(point).peaks)
 
     @contextmanager
     def _card(self, stack: Stack | None, *, follow_layers: bool = False) -> Iterator[FakeGpu]:
@@ -152,6 +173,16 @@ def _peaks(run: Run) -> dict[str, int]:
     return found
 
 
+def _update_s(run: Run, first: int) -> float:
+    """Seconds of forward, backward and optimizer from mark number `first` on."""
+    ends = [*run.seconds(), 0.0]
+    return sum(
+        ends[number + 1] - ends[number]
+        for number, mark in enumerate(run.marks[:-1])
+        if number >= first and plain(mark.name) in OF_MICRO_BATCH
+    )
+
+
 class _Marks(Report):
     """A report that labels the simulated card's allocations and kernels with their phase."""
 
@@ -163,6 +194,7 @@ class _Marks(Report):
         self.marks: list[Mark] = []
         gpu.clock.log = self.log
         self.at = LOAD
+        self.second_step = 0  # number of the mark at which it begins
         self.later = False
         self.repeats: dict[str, int] = {}
         self.enter(LOAD)
@@ -192,6 +224,7 @@ class _Marks(Report):
         self._gpu.clock.asleep = not self.log.on and not isinstance(self._gpu.clock, LayerClock)
         if self.log.on:
             self.repeats[UPDATE] = self._accumulation
+            self.second_step = len(self.marks)
         self.enter(UPDATE)
 
     def micro_step_ends(self) -> None:
@@ -232,7 +265,8 @@ def run(request_path: str) -> int:
     partial = answer.with_suffix(f".{os.getpid()}.npz")
     model.save(partial)
     os.replace(partial, answer.with_suffix(".npz"))
-    write_json(answer, {"mismatch": mismatch, "layers": structure.recording.layers})
+    told = {"mismatch": mismatch.bytes_frac, "seconds_mismatch": mismatch.seconds_frac}
+    write_json(answer, {**told, "layers": structure.recording.layers})
     return 0
 
 
@@ -283,14 +317,14 @@ class Structure:
         edges = {prints[i] for i in replace(stack, traced_units=0).kept}
         return replace(stack, traced_units=0 if middle <= edges else 1)
 
-    def model(self) -> tuple[MassModel, float]:
-        """(mass model, its hold-out error: largest error of a phase's peak, relative to the largest peak).
+    def model(self) -> tuple[MassModel, Mismatch]:
+        """(mass model, its error at the hold-out).
 
-        The hold-out is a point that no trace of the model has, with all layers; a sketch has none, and the error 0.
+        The hold-out is a point that no trace of the model has, with all layers; a sketch has none, and no error.
         Raises NotRepeatingError.
         """
         if self.sketch:
-            return self._sketched(), 0.0
+            return self._sketched(), Mismatch()
         stack, recording = self.stack, self.recording
         base = self._base()
         at, varied = self._variations(base)
@@ -387,14 +421,20 @@ class Structure:
             varied.append(("G", more.generated, more, "B"))
         return at, varied
 
-    def _mismatch(self, model: MassModel) -> float:
+    def _mismatch(self, model: MassModel) -> Mismatch:
         want, recording, stack = self.hold_out, self.recording, self.stack
         point = Point(
             micro_batch=want["B"], completion=want.get("C", 0), rank=want.get("r") if self.varies_rank else None,
             accumulation=want["accumulation"], chunk=want["chunk"],
         )  # fmt: skip
-        found = recording.peaks(point, None if stack is None else replace(stack, traced_units=TRACED_UNITS))
-        at = {"B": want["B"], "G": want["B"] * want["chunk"], "C": want.get("C", 0), "r": want.get("r", 0)}
-        told = model.peaks({name: np.array([float(at[name])]) for name in model.variables}, recording.layers)
-        top = max(found.values())
-        return max(abs((float(told[phase][0]) if phase in told else 0.0) - peak) / top for phase, peak in found.items())
+        seen = recording.seen(point, None if stack is None else replace(stack, traced_units=TRACED_UNITS))
+        shape = Shape(want["B"], want["accumulation"], want["chunk"], want.get("C", 0), want.get("r", 0))
+        told = Parts.of(model, recording.layers, (shape,))
+        top = max(seen.peaks.values())
+        bytes_frac = max(
+            abs((float(told.peaks[phase][0]) if phase in told.peaks else 0.0) - peak) / top
+            for phase, peak in seen.peaks.items()
+        )
+        update_s = float((told.step_s - told.before_update_s)[0])
+        seconds_frac = update_s / seen.update_s - 1 if seen.update_s else 0.0
+        return Mismatch(bytes_frac=bytes_frac, seconds_frac=seconds_frac)
