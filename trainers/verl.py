@@ -110,7 +110,7 @@ class VerlLoop(Loop):
             weights_bytes=weights_bytes(inner(model)) // tensor, utilization=settings.gpu_memory_utilization,
             longest=int(settings.max_model_len or getattr(config, "max_position_embeddings", None) or settings.tokens),
             most_sequences=settings.max_num_seqs, ranks=tensor, batched_tokens=settings.max_num_batched_tokens,
-            eager=settings.enforce_eager, sleeps=settings.free_cache_engine,
+            eager=settings.enforce_eager, sleeps=settings.free_cache_engine, lora_rank=settings.lora_rank,
         )  # fmt: skip
 
     def _sleep(self) -> None:

@@ -281,6 +281,70 @@ def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         yield owner, "__init__", _refusing(gpu.layers, untouched(owner.__init__)), _WHY
 
 
+# What FSDP's Python takes around a sharded module with one weight, and with each further one, in launches on the same
+# host, beside those of its operations (experiments/rates/fsdp_hooks.py, 2026-11-26): of its forward, before its
+# backward, and after it.
+_FLAT_HOOKS = (42, 2.1), (22, 0.5), (19, 0.5)
+_FULLY_HOOKS = (51, 3.2), (27, 3.1), (23, 1.6)
+_HOOKS_WHY = "its Python takes the host's time and launches nothing"
+
+
+def fsdp1_forward_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """The host's time for the hooks of FSDP1 around a forward."""
+    gathers = untouched(module._pre_forward_unshard)
+
+    def gather(state: object, handle: Any) -> None:
+        _work(gpu, _FLAT_HOOKS[0], _flat_weights(handle))
+        gathers(state, handle)
+
+    yield module, "_pre_forward_unshard", gather, _HOOKS_WHY
+
+
+def fsdp1_backward_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """The host's time for the hooks of FSDP1 before and after a backward."""
+    begins, ends = untouched(module._pre_backward_hook), untouched(module._post_backward_hook)
+
+    def begin(state: object, owner: object, handle: Any, *args: object) -> object:
+        if not getattr(handle, "_ran_pre_backward_hook", False):
+            _work(gpu, _FLAT_HOOKS[1], _flat_weights(handle))
+        return begins(state, owner, handle, *args)
+
+    def end(state: object, handle: Any, *args: object) -> object:
+        _work(gpu, _FLAT_HOOKS[2], _flat_weights(handle))
+        return ends(state, handle, *args)
+
+    yield module, "_pre_backward_hook", begin, _HOOKS_WHY
+    yield module, "_post_backward_hook", end, _HOOKS_WHY
+
+
+def fsdp2_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """The host's time for the hooks of FSDP2."""
+    owner = module.FSDPParamGroup
+    for name, cost in zip(("pre_forward", "pre_backward", "post_backward"), _FULLY_HOOKS, strict=True):
+        yield owner, name, _working(gpu, untouched(vars(owner)[name]), cost), _HOOKS_WHY
+
+
+def _working(gpu: FakeGpu, original: Callable[..., object], cost: tuple[float, float]) -> Callable[..., object]:
+    def hook(group: Any, *args: object, **kwargs: object) -> object:
+        before = group._training_state
+        found = original(group, *args, **kwargs)
+        if group._training_state is not before:  # else it was here already, for another of the module's outputs
+            _work(gpu, cost, len(group.fsdp_params))
+        return found
+
+    return hook
+
+
+def _flat_weights(handle: Any) -> int:
+    return int(handle.flat_param._num_params) if handle else 0
+
+
+def _work(gpu: FakeGpu, cost: tuple[float, float], weights: int) -> None:
+    first, further = cost
+    if weights:
+        gpu.clock.host_work(round(first + further * (weights - 1)))
+
+
 def _refusing(layers: LayerRecorder, original: Callable[..., None]) -> Callable[..., None]:
     def init(handle: object, weights: Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
         if layers.several(weights):
