@@ -72,6 +72,8 @@ class VllmEngine:
     waits: bool = False  # whether the host prepares a step only after the one before (no asynchronous scheduling)
     lora_rank: int = 0  # of adapters that are served beside the model
     sleeps: bool = False  # whether it sleeps outside of generation
+    keeps_weights: bool = False  # whether its weights stay on the card while it sleeps
+    static_share: bool = False  # whether the share is of weights and cache alone, as SGLang's is
     remote: bool = False  # whether it is on another card, as TRL's server is
     served: int = 1  # ranks whose prompts a server gets
     copies: int = 1  # cards of a server, each with a copy of the model and its part of the prompts
@@ -115,7 +117,8 @@ class VllmEngine:
     @property
     def cache_bytes(self) -> int:
         """Bytes left for the cache; not above 0 if there are none."""
-        return self.share_bytes - self.weights_bytes - self.overhead_bytes
+        inside = 0 if self.static_share else self.overhead_bytes
+        return self.share_bytes - self.weights_bytes - inside
 
     @property
     def token_bytes(self) -> int:
