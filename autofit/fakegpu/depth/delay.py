@@ -104,7 +104,7 @@ def _grown(before: Row, now: Row, times: float) -> Row:
 
 
 class Repeat(NamedTuple):
-    """Segments `start` to `end`, which happen `times` times in a row."""
+    """Segments `start` to `end`, which happen `times` times in a row; others may be inside of it."""
 
     start: int
     end: int
@@ -212,3 +212,10 @@ class LayerClock(Clock):
         self.stretches += stretches
         if times > 1:
             self.repeats.append(Repeat(start, len(self.stretches), times))
+
+    def repeat(self, first: int, last: int, times: int) -> None:
+        """Append the segments `first` to `last` again, `times` times in a row, with the repeats inside of them."""
+        later = self.cut() - first
+        inside = [r for r in self.repeats if first <= r.start and r.end <= last]
+        self.repeats += [r._replace(start=r.start + later, end=r.end + later) for r in inside]
+        self.play(self.stretches[first:last], times=times)
