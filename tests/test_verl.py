@@ -461,13 +461,13 @@ class Peaks(Report):
     """The peak allocated bytes of each phase in the second step, and what is held as each phase ends."""
 
     def __init__(self, gpu: Any) -> None:
-        self._gpu, self._phase, self._step = gpu, "update", 0
+        self.gpu, self._phase, self._step = gpu, "update", 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
         self.held: dict[str, int] = {}
 
     def enter(self, phase: str) -> str:
         left, self._phase = self._phase, phase
-        allocator = self._gpu.memory.allocator
+        allocator = self.gpu.memory.allocator
         if self._step:
             self.peaks[left] = max(self.peaks[left], allocator.peak_allocated_bytes)
             self.held[left] = allocator.allocated_bytes
@@ -593,6 +593,19 @@ def test_sglang_holds_its_share_and_more_and_keeps_its_weights_where_they_have_a
     )
     kept = other.held["rollout"] - one.held["rollout"]
     assert kept == pytest.approx(2 * _parameters(model), abs=1 << 20)
+
+
+def test_a_model_with_kernels_of_the_hub_in_flash_attns_place_is_simulated_with_flash_attns(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(
+        "gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=256,
+        layer_types=["sliding_attention", "full_attention"],
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    found = simulated(tmp_path / "model", tmp_path, "fsdp1", reference=False, use_kl_loss=False)
+    assert found.peaks["update"] > 0
+    assert any("attention with sinks" in note for note in found.gpu.notes)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])
