@@ -23,13 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 Points = dict[str, tuple[tuple[Any, str], ...]]  # {point: functions, by their owners, whose time it has}
 
 UNITS, REPEATS = 100, 15
+FORWARD = "forward"
 FLAT: Points = {
-    "forward": ((fully_sharded_data_parallel, "_pre_forward"), (fully_sharded_data_parallel, "_post_forward")),
+    FORWARD: ((fully_sharded_data_parallel, "_pre_forward"), (fully_sharded_data_parallel, "_post_forward")),
     "before backward": ((_runtime_utils, "_pre_backward_hook"),),
     "after backward": ((_runtime_utils, "_post_backward_hook"),),
 }  # fmt: skip
 FULLY: Points = {
-    "forward": ((_fsdp_state.FSDPState, "_pre_forward"), (_fsdp_state.FSDPState, "_post_forward")),
+    FORWARD: ((_fsdp_state.FSDPState, "_pre_forward"), (_fsdp_state.FSDPState, "_post_forward")),
     "before backward": ((_fsdp_param_group.FSDPParamGroup, "pre_backward"),),
     "after backward": ((_fsdp_param_group.FSDPParamGroup, "post_backward"),),
 }  # fmt: skip
@@ -79,6 +80,20 @@ class Hooks:
         self.seconds: dict[str, float] = {}
         self.operations: dict[str, int] = {}
         self.counting = False
+
+    def of(self, run: Callable[[], object]) -> dict[str, tuple[float, float]]:
+        """{point: (fewest seconds, operations)} of one unit while `run` runs."""
+        run()
+        self.operations, self.counting = {}, True
+        run()
+        self.counting = False
+        found = []
+        for _ in range(REPEATS):
+            self.seconds = {}
+            run()
+            found.append(self.seconds)
+        counts = self.operations
+        return {name: (min(each[name] for each in found) / UNITS, counts[name] / UNITS) for name in self.seconds}
 
     @contextmanager
     def patched(self, points: Points) -> Iterator[None]:
@@ -139,14 +154,17 @@ def fully(model: nn.Module) -> nn.Module:
 def hooks(shard: Callable[[nn.Module], nn.Module], points: Points, weights: int) -> dict[str, tuple[float, float]]:
     """{point: (seconds, operations)} of one unit of so many weights."""
     inputs = torch.randn(4, 8, requires_grad=True)
-    found, told = [], Hooks()
+    told = Hooks()
     with told.patched(points):
         model = shard(nn.Sequential(*[Unit(weights) for _ in range(UNITS)]))
-        for counting in (False, True, *[False] * REPEATS):
-            told.seconds, told.counting = {}, counting
+
+        def recorded() -> None:
             model(inputs).sum().backward()
-            found.append(told.seconds)
-    return {name: (min(each[name] for each in found) / UNITS, told.operations[name] / UNITS) for name in points}
+
+        found = told.of(recorded)
+        with torch.no_grad():
+            alone = told.of(lambda: model(inputs))
+    return {f"{FORWARD} without gradients": alone[FORWARD], **found}
 
 
 def main() -> None:
