@@ -197,6 +197,7 @@ SIMULATED = [
     ({f"{FSDP}.offload_policy": True}, "the optimizer works on the processor"),
     ({f"{ACTOR}.use_prefix_grouper": True}, "use_prefix_grouper has no effect"),
     ({f"{ACTOR}.calculate_sum_pi_squared": True}, "calculate_sum_pi_squared has no effect"),
+    ({f"{ROLLOUT}.name": "sglang"}, "SGLang was not run: vLLM stands for it"),
     ({"distillation.enabled": True}, "teachers of distillation work on GPUs of their own"),
     ({"actor_rollout_ref.model.path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "linear attention runs in transformers"),
 ]  # fmt: skip
@@ -224,7 +225,6 @@ def test_host_memory_is_told_as_verl_loads_and_as_vllm_sleeps() -> None:
 REFUSED = [
     ({f"{ACTOR}.calculate_sum_pi_squared": True, "trainer.use_v1": False}, "not simulated for verl's older trainer"),
     ({"model_engine": "megatron"}, "verl with megatron is not simulated"),
-    ({f"{ROLLOUT}.name": "sglang"}, "by SGLang is not simulated"),
     ({f"{ROLLOUT}.name": "trtllm"}, "by TensorRT-LLM is not simulated"),
     ({f"{ROLLOUT}.disaggregation.enabled": True}, "on GPUs of its own"),
     ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
@@ -461,13 +461,13 @@ class Peaks(Report):
     """The peak allocated bytes of each phase in the second step, and what is held as each phase ends."""
 
     def __init__(self, gpu: Any) -> None:
-        self._gpu, self._phase, self._step = gpu, "update", 0
+        self.gpu, self._phase, self._step = gpu, "update", 0
         self.peaks: defaultdict[str, int] = defaultdict(int)
         self.held: dict[str, int] = {}
 
     def enter(self, phase: str) -> str:
         left, self._phase = self._phase, phase
-        allocator = self._gpu.memory.allocator
+        allocator = self.gpu.memory.allocator
         if self._step:
             self.peaks[left] = max(self.peaks[left], allocator.peak_allocated_bytes)
             self.held[left] = allocator.allocated_bytes
@@ -579,6 +579,33 @@ def test_offloaded_states_are_gone_while_vllm_works_and_back_for_the_update(
     freed = plain.held["rollout"] - moved.held["rollout"]
     assert freed == pytest.approx(12 * share, rel=0.05)  # float32 weights and both moments
     assert moved.peaks["update"] == pytest.approx(plain.peaks["update"], rel=0.02)
+
+
+def test_sglang_holds_its_share_and_more_and_keeps_its_weights_where_they_have_adapters(
+    model: Path, tmp_path: Path
+) -> None:
+    plain = {"reference": False, "use_kl_loss": False}
+    one, other = (simulated(model, tmp_path, "fsdp2", **plain, rollout_name=name) for name in ("vllm", "sglang"))
+    assert other.peaks["rollout"] - one.peaks["rollout"] > 1 << 29  # graphs and computing, which vLLM's share has
+    assert other.peaks["update"] == one.peaks["update"]  # the training of FSDP does not know its engine
+    one, other = (
+        simulated(model, tmp_path, "fsdp2", **plain, lora_rank=4, rollout_name=name) for name in ("vllm", "sglang")
+    )
+    kept = other.held["rollout"] - one.held["rollout"]
+    assert kept == pytest.approx(2 * _parameters(model), abs=1 << 20)
+
+
+def test_a_model_with_kernels_of_the_hub_in_flash_attns_place_is_simulated_with_flash_attns(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(
+        "gpt_oss", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=256,
+        layer_types=["sliding_attention", "full_attention"],
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    found = simulated(tmp_path / "model", tmp_path, "fsdp1", reference=False, use_kl_loss=False)
+    assert found.peaks["update"] > 0
+    assert any("attention with sinks" in note for note in found.gpu.notes)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])

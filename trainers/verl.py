@@ -26,7 +26,7 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.ranks import nccl_bytes
 from autofit.frontends import verl_recipe
-from autofit.frontends.verl_settings import Settings
+from autofit.frontends.verl_settings import SGLANG, Settings
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import go_offline_without_a_hub, model_config
 from autofit.plugin.protocol import (
@@ -99,18 +99,23 @@ class VerlLoop(Loop):
 
     # ------------------------------------------------------------------ vLLM
     def _law(self, model: torch.nn.Module) -> VllmEngine | None:
-        """The engine that verl starts, of which each rank has a share; None where nothing simulates it."""
+        """The engine that verl starts, of which each rank has a share; None where nothing simulates it.
+
+        SGLang's share is of weights and cache alone, and with LoRA it keeps its weights while it sleeps (verl/workers/
+        rollout/sglang_rollout/async_sglang_server.py, `mem_fraction_static` and `sleep`).
+        """
         gpu, settings = active_gpu(), self._settings
         if gpu is None or self._device.type == "cpu":
             return None
         config = full_config(text_config(inner(model).config))
-        tensor = settings.tensor_model_parallel_size
+        tensor, by_sglang = settings.tensor_model_parallel_size, settings.rollout_name == SGLANG
         return VllmEngine(
             spec=gpu.spec, costs=gpu.clock.costs, decoder=Decoder.of(config),
             weights_bytes=weights_bytes(inner(model)) // tensor, utilization=settings.gpu_memory_utilization,
             longest=int(settings.max_model_len or getattr(config, "max_position_embeddings", None) or settings.tokens),
             most_sequences=settings.max_num_seqs, ranks=tensor, batched_tokens=settings.max_num_batched_tokens,
-            eager=settings.enforce_eager, sleeps=settings.free_cache_engine,
+            eager=settings.enforce_eager, sleeps=settings.free_cache_engine, lora_rank=settings.lora_rank,
+            static_share=by_sglang, keeps_weights=by_sglang and bool(settings.lora_rank),
         )  # fmt: skip
 
     def _sleep(self) -> None:

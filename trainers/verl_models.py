@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
@@ -22,15 +23,36 @@ from .verl_losses import value_loss
 def random_model(settings: Settings, folder: str, *, dtype: str, lora: bool) -> torch.nn.Module:
     """The model of the config in `folder` with random weights in host memory, before it is sharded."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=DTYPES[dtype], attn_implementation=settings.attn_implementation
-    )
+    with _by_flash_attn(config):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[dtype], attn_implementation=settings.attn_implementation
+        )
     model.to(DTYPES[dtype])
     if settings.use_fused_kernels:
         fuse_head(model)
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return _with_lora(model, settings) if lora else model
+
+
+@contextmanager
+def _by_flash_attn(config: Any) -> Iterator[None]:
+    """Context in which a model that has kernels of the Hub in flash-attn's place is made with flash-attn's own."""
+    made = AutoModelForCausalLM._model_mapping.get(type(config), object)
+    owner = next((each for each in made.__mro__ if vars(each).get(_OWN_KERNELS)), None)
+    if owner is None:
+        yield
+        return
+    if (gpu := active_gpu()) is not None:
+        gpu.note(_HUB_KERNELS)
+    with mock.patch.object(owner, _OWN_KERNELS, None):
+        yield
+
+
+_OWN_KERNELS = "_compatible_flash_implementations"
+_HUB_KERNELS = (
+    "attention with sinks, of a kernel of the Hub (vllm-flash-attn3), is simulated as flash-attn's without them"
+)
 
 
 def value_model(settings: Settings, folder: str) -> torch.nn.Module:

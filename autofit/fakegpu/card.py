@@ -102,7 +102,7 @@ class FakeGpu:
         like = {part: max(0.0, seconds - before.get(part, 0.0)) for part, seconds in clock.traced_s.items()}
         clock.advance((clock.now_s - began_s) * (times - 1), like=like)
         if isinstance(clock, LayerClock):
-            clock.play(clock.stretches[first:last], times=times - 1)
+            clock.repeat(first, last, times - 1)
 
     # ------------------------------------------------------------------ results
     @property

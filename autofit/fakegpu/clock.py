@@ -103,6 +103,8 @@ class OperationLog(Protocol):
 
     def view(self) -> None: ...
 
+    def host_work(self, launches: int) -> None: ...
+
     def kernel(
         self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
     ) -> None: ...
@@ -179,6 +181,14 @@ class Clock:
             self.exposed_s += seconds * like.get(COLLECTIVES, 0.0) / whole
         self.host_s += seconds
         self.gpu_s += seconds
+
+    def host_work(self, launches: int) -> None:
+        """Charge the host with Python code that launches nothing and takes as long as so many launches."""
+        if self.asleep:
+            return
+        self.host_s += launches * self.costs.launch_s
+        if self.log is not None:
+            self.log.host_work(launches)
 
     def copy_to_host(self, nbytes: int) -> None:
         self.gpu_s = self.run_s + self.link_s(nbytes)

@@ -71,7 +71,8 @@ def held_bytes(engine: VllmEngine, phase: str) -> int:
     name = phase.removesuffix(LATER)
     if name in (LOAD, ROLLOUT):
         return engine.held_bytes(weights=True, cache=True, computing=True)
-    return engine.held_bytes(weights=not engine.sleeps or name in (WAKE_UP, SYNC), cache=not engine.sleeps)
+    weights = not engine.sleeps or engine.keeps_weights or name in (WAKE_UP, SYNC)
+    return engine.held_bytes(weights=weights, cache=not engine.sleeps)
 
 
 def with_engine(

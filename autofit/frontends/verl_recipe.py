@@ -25,7 +25,7 @@ from autofit.frontends.verl import (
     typos,
 )
 from autofit.frontends.verl_rules import critic_values, has_critic
-from autofit.frontends.verl_settings import FSDP, KEYS, A, F, Key, M, R
+from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R
 from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"
@@ -224,9 +224,9 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
     if strategy not in ("fsdp", "fsdp2"):
         yield f"verl with {strategy} is not simulated, only its FSDP engines: set actor.strategy to fsdp or fsdp2"
     engine = str(said.get(f"{R}.name", "vllm"))
-    names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
-    if engine != "vllm":
-        yield f"the rollout of verl by {names.get(engine, engine)} is not simulated, only vLLM's: set rollout.name=vllm"
+    if engine not in ("vllm", SGLANG):
+        named = {"trtllm": "TensorRT-LLM"}.get(engine, engine)
+        yield f"the rollout of verl by {named} is not simulated, only vLLM's and SGLang's: set rollout.name=vllm"
     mode = str(said.get("trainer.v1.trainer_mode", "sync"))
     if config.is_on(f"{R}.disaggregation.enabled") or (config.whole(f"{R}.nnodes") or 0) > 0 or mode != "sync":
         yield "a rollout on GPUs of its own (rollout.nnodes, disaggregation, trainer_mode) is not simulated for verl"
@@ -283,6 +283,11 @@ _LEVEL_1 = (
     "with LoRA vLLM sleeps at level 1: it keeps a copy of its weights in host memory (vllm_async_server.py, "
     "_resolve_sleep_level), which comes on top of the ranks' host memory"
 )
+_SGLANG = (
+    "SGLang was not run: vLLM stands for it, with gpu_memory_utilization of the whole card for weights and cache (it "
+    "takes no more: that part of the memory that is free when it starts), and with graphs and computing beside it; "
+    "these and the rollout's seconds are vLLM's; with LoRA its weights stay on the card while it sleeps"
+)
 _RAY = (
     "what Ray, vLLM's processes and the samples of a generation take of host memory is not counted; where it is short, "
     "Ray ends a worker at 95 % (verl's threads 429 and 2950)"
@@ -325,7 +330,10 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     for path in _IDLE:
         if config.is_on(path):
             yield f"{path} has no effect: verl's trainer v1 and its FSDP engine do not read it"
-    if config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank"):
+    adapters = config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank")
+    if str(config.said.get(f"{R}.name")) == SGLANG:
+        yield _SGLANG
+    elif adapters:
         yield _LEVEL_1
     yield _RAY
     optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]

@@ -13,6 +13,7 @@ from autofit.frontends.verl import DEFAULTS
 # actor, rollout, reference, model
 A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 FSDP = f"{A}.fsdp_config"
+SGLANG = "sglang"  # a rollout.name
 _USUAL = object()
 
 
@@ -114,7 +115,8 @@ class Settings:
     use_no_sync_for_gradient_accumulation: bool = _key(f"{FSDP}.use_no_sync_for_gradient_accumulation", True)
     lr: float = _key(f"{A}.optim.lr", 1e-6)
     clip_grad: float = 1.0
-    # -- vLLM
+    # -- the engine of the rollout
+    rollout_name: str = _key(f"{R}.name", "vllm")
     gpu_memory_utilization: float = _key(f"{R}.gpu_memory_utilization", 0.5)
     tensor_model_parallel_size: int = _key(f"{R}.tensor_model_parallel_size")
     free_cache_engine: bool = _key(f"{R}.free_cache_engine", True)

@@ -31,7 +31,7 @@ def engine(row: dict[str, str]) -> VllmEngine:
         spec=gpu_spec(row["card"]), costs=HostCosts(), decoder=Decoder.of(shape.config),
         weights_bytes=2 * shape.parameters, utilization=float(row["utilization"]), longest=8192, most_sequences=most,
         batched_tokens=int(row["batched_tokens"]), greedy=row["sampling"] == "greedy", logprobs=False,
-        waits=version < ASYNCHRONOUS,
+        waits=version < ASYNCHRONOUS, lora_rank=int(row["lora_rank"] or 0),
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """Batches at which verl's authors bisected their way to out of memory, beside the largest that live tensors allow.
 
 Run: python experiments/verl_boundaries/run.py [NUMBER ...], the rows of rows.yaml by number from 1, all by default. It
-keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS` runs a row's
-update through the simulated allocator, at the model's own depth and with the card's capacity, and keeps whether it
-fits: what torch has cached in pieces that do not fit is of the allocator, and no estimate knows it.
+keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS STEPS` runs so
+many steps of a row through the simulated allocator, at the model's own depth and with the card's capacity, each with
+lengths of its own, and keeps whether they fit: what torch has cached in pieces that do not fit is of the allocator, and
+no estimate knows it.
 
 The runs were of verl 0.4 (commit 49b08e95), whose worker differs from that of 0.9, which the trainer `verl` has. What
 differs is played here as 0.4 has it, read in its source:
@@ -11,7 +12,8 @@ differs is played here as 0.4 has it, read in its source:
 - logits are divided by the temperature in place, on a view (workers/actor/dp_actor.py, line 141);
 - gradients are reduced after each micro-batch;
 - vLLM works in the trainer's process, so there is one context on the card, and expandable segments are off, which
-  vLLM's allocator refuses (vllm/device_allocator/cumem.py).
+  vLLM's allocator refuses (vllm/device_allocator/cumem.py). Its cards have a communicator beside the trainer's, which
+  sums a tensor when it is made (vllm/distributed/device_communicators/pynccl.py) and stays while vLLM sleeps.
 
 Samples are packed at their true lengths, of which the author's logs of the same models on the same data say the mean,
 the least and the most. Micro-batches of so many samples differ as draws from a normal distribution do, whose standard
@@ -26,7 +28,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ class Told(Report):
     def __init__(self, memory: Any) -> None:
         self._memory, self._phase = memory, "load"
         self.peaks: dict[str, tuple[float, float]] = {}
+        self.steps = 0  # begun
 
     def enter(self, phase: str) -> str:
         left, self._phase = self._phase, phase
@@ -76,6 +79,7 @@ class Told(Report):
         return left
 
     def step_begins(self, step: int) -> None:
+        self.steps += 1
         self.enter("begin")
 
     def gradient_is_whole(self, model: object, optimizer: object) -> None:
@@ -105,9 +109,9 @@ def values_of(row: Mapping[str, Any], prompts: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def token_counts(row: Mapping[str, Any], samples: int, micro_batches: int) -> list[int]:
+def token_counts(row: Mapping[str, Any], samples: int, micro_batches: int, step: int = 0) -> list[int]:
     """Tokens of each micro-batch of so many samples."""
-    drawn = random.Random(0)
+    drawn = random.Random(step)
     mean, deviation = row["prompt_mean"] + row["response_mean"], (row["response_max"] - row["response_min"]) / RANGE
     return [round(drawn.gauss(mean * samples, deviation * samples**0.5)) for _ in range(micro_batches)]
 
@@ -126,14 +130,16 @@ def divided_in_place(
 
 
 @contextmanager
-def as_of_0_4(sizes: list[int]) -> Iterator[None]:
-    """Context in which the worker is that of 0.4, and its micro-batches have so many rows of STEP tokens."""
+def as_of_0_4(steps: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Context in which the worker is that of 0.4, and micro-batches of each step have so many rows of STEP tokens."""
+    left = iter(steps)
 
     def in_the_process(law: Any, model: torch.nn.Module) -> Any:
-        return trainer.FakeEngine(trainer.active_gpu(), trainer.inner(model), law)
+        beside = nccl_bytes(law.spec, law.ranks)
+        return trainer.FakeEngine(trainer.active_gpu(), trainer.inner(model), law, process_bytes=beside)
 
     def split(self: Settings, samples: int, **_: object) -> list[int]:
-        return sizes
+        return list(next(left))
 
     def each(sizes: list[int]) -> list[tuple[int, int, bool]]:
         return [(size, 1, number == len(sizes)) for number, size in enumerate(sizes, 1)]
@@ -146,8 +152,9 @@ def as_of_0_4(sizes: list[int]) -> Iterator[None]:
         yield
 
 
-def measured(row: Mapping[str, Any], counts: list[int], *, layers: int | None, capped: bool) -> dict[str, Any]:
-    """The phases of a step whose micro-batches have so many tokens: GiB allocated and reserved, and whether it fits."""
+def measured(row: Mapping[str, Any], steps: Sequence[list[int]], *, layers: int | None, capped: bool) -> dict[str, Any]:
+    """The phases of steps whose micro-batches have so many tokens: GiB allocated and reserved, and whether they fit."""
+    counts = steps[0]
     prompts = -(-sum(counts) // (len(counts) * STEP * row["sharers"]))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -164,9 +171,9 @@ def measured(row: Mapping[str, Any], counts: list[int], *, layers: int | None, c
         worst_case = WorstCase(path=worst_case_path(Path(name)))
         device, ranks = f"sim:{CARD}", row["cards"]
         trainer.TRAINER.inspect(made, Inspection(device=device, worst_case=worst_case, ranks=ranks))
-        task = Task(device=device, output=Path(name), worst_case=worst_case, steps=1)
+        task = Task(device=device, output=Path(name), worst_case=worst_case, steps=len(steps))
         with (
-            as_of_0_4([count // STEP for count in counts]),
+            as_of_0_4([[count // STEP for count in each] for each in steps]),
             simulated_rank(Launch(ranks=ranks, sharding="fsdp1"), 0, device=device),
             fake_gpu(CARD, enforce_capacity=capped) as gpu,
         ):  # fmt: skip
@@ -177,7 +184,8 @@ def measured(row: Mapping[str, Any], counts: list[int], *, layers: int | None, c
                 fits = False
                 print(error, flush=True)
             told.enter("end")
-    return {"fits": fits, "phases_gib": told.peaks, "computed_in_s": round(time.monotonic() - began)}
+    took = round(time.monotonic() - began)
+    return {"fits": fits, "steps": told.steps, "phases_gib": told.peaks, "computed_in_s": took}
 
 
 def shallow(model: str, folder: Path, layers: int) -> str:
@@ -199,12 +207,12 @@ def update_of(row: Mapping[str, Any]) -> dict[str, float]:
     assert known is not None
     depth, (few, many) = int(str(known.config["num_hidden_layers"])), LAYERS
     spec = gpu_spec(CARD)
-    limit = (spec.capacity_bytes - spec.context_bytes - nccl_bytes(spec, row["cards"])) / GIB
+    limit = (spec.capacity_bytes - spec.context_bytes - 2 * nccl_bytes(spec, row["cards"])) / GIB
     died = tokens(row, row["died"])
     whole = []
     for size in (died // 2, died):
         low, high = (
-            measured(row, [size, size], layers=layers, capped=False)["phases_gib"]["update"][0] for layers in LAYERS
+            measured(row, [[size, size]], layers=layers, capped=False)["phases_gib"]["update"][0] for layers in LAYERS
         )
         whole.append(low + (high - low) / (many - few) * (depth - few))
     return {
@@ -221,9 +229,10 @@ def largest(row: Mapping[str, Any], found: Mapping[str, float], *, cached_gib: f
 
 
 def replayed(found: Mapping[str, Any]) -> str:
-    """`58 fits, 68 dies`."""
+    """`58 fits 3 steps, 68 dies in step 1`."""
     runs: Mapping[str, Any] = found.get("replayed", {})
-    return ", ".join(f"{prompts} {'fits' if runs[prompts]['fits'] else 'dies'}" for prompts in sorted(runs, key=int))
+    told = {prompts: f"{'fits' if run['fits'] else 'dies in'} {run['steps']}" for prompts, run in runs.items()}
+    return ", ".join(f"{prompts} {told[prompts]}" for prompts in sorted(runs, key=int))
 
 
 def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
@@ -244,17 +253,18 @@ def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def replay(row: Mapping[str, Any], prompts: int) -> dict[str, Any]:
-    """Whether a row's update fits, at its own depth, with micro-batches as the draws make them."""
-    return measured(row, token_counts(row, prompts * row["sharers"], 5), layers=None, capped=True)
+def replay(row: Mapping[str, Any], prompts: int, steps: int) -> dict[str, Any]:
+    """Whether a row's steps fit, at its own depth, with micro-batches as the draws make them."""
+    counts = [token_counts(row, prompts * row["sharers"], 5, step) for step in range(steps)]
+    return measured(row, counts, layers=None, capped=True)
 
 
 def main() -> None:
     rows = yaml.safe_load((HERE / "rows.yaml").read_text("utf-8"))["rows"]
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if replays := sys.argv[1:2] == ["--replay"]:
-        row, prompts = rows[int(sys.argv[2]) - 1], int(sys.argv[3])
-        kept.setdefault(row["name"], {}).setdefault("replayed", {})[str(prompts)] = replay(row, prompts)
+        row, prompts, steps = rows[int(sys.argv[2]) - 1], int(sys.argv[3]), int(sys.argv[4])
+        kept.setdefault(row["name"], {}).setdefault("replayed", {})[str(prompts)] = replay(row, prompts, steps)
     for number in [] if replays else [int(word) for word in sys.argv[1:]] or range(1, len(rows) + 1):
         row = rows[number - 1]
         kept[row["name"]] = {**kept.get(row["name"], {}), **update_of(row)}

@@ -7,9 +7,14 @@ Allocated bytes are those of the actor's process, without vLLM's, as verl logs t
 Of a run of `one_step` the update does not count, which is predicted with the optimizer's states that the first has not.
 Where vLLM is in the trainer's process (`vllm_in_process`, verl before 0.6), torch counts its weights and cache also
 while it sleeps, since vLLM unmaps them without telling torch: both are added, as autofit's engine has them.
+
+A simulated generation has completions of full length. Of a row with `completions`, whose lengths its log tells, the
+engine's law has as many of the least, mean and most length, in the row's settings. Such a verl gave the weights to the
+engine inside of its timer `gen`. With `v0` the engine is vLLM's first, which leaves the card idle between two steps.
 """
 
 import json
+import random
 import sys
 import tempfile
 import time
@@ -35,6 +40,8 @@ KEPT = HERE / "results.json"
 GIB = 1 << 30
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+# Seconds of a step in which vLLM's first engine leaves the card idle: 5 to 13 ms (vllm-project/vllm#6854); the least.
+V0_IDLE_S = 5e-3
 SIZES = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_model_parallel_size")
 
 
@@ -63,7 +70,7 @@ def predicted(row: Mapping[str, Any], common: Mapping[str, object]) -> dict[str,
         later += pool_gib(row, values)
     most = round(max(later, phases.get("load", 0.0)), 3)
     return {
-        "allocated_gib": most, "phases_gib": phases, "seconds": seconds(found, values, row.get("seconds", {})),
+        "allocated_gib": most, "phases_gib": phases, "seconds": seconds(row, found, values),
         "computed_in_s": round(time.monotonic() - began),
     }  # fmt: skip
 
@@ -74,24 +81,54 @@ def pool_gib(row: Mapping[str, Any], values: Mapping[str, object]) -> float:
     vLLM before 0.11 looks at the card before its communicators are there, so that they count in its share as well
     (init_device of vllm/worker/worker.py).
     """
+    law = engine(row, values)
+    return (law.cache_bytes - nccl_bytes(law.spec, law.ranks)) / GIB
+
+
+def engine(row: Mapping[str, Any], values: Mapping[str, object]) -> VllmEngine:
+    """The engine of a row, without weights; verl before 0.6 had no graphs unless told to, and no vLLM that prepares a
+    step while the card computes."""
     known = architecture(str(values[f"{MODEL}.path"]))
     assert known is not None
-    settings = {key: str(values[f"{ROLLOUT}.{key}"]) for key in SIZES}
-    spec = gpu_spec(row["gpu"].partition("x")[2])
-    engine = VllmEngine(
-        spec=spec, costs=HostCosts(), decoder=Decoder.of(known.config),
+    usual: Mapping[str, object] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
+    settings = {key: str(values.get(f"{ROLLOUT}.{key}", usual.get(key))) for key in SIZES}
+    return VllmEngine(
+        spec=gpu_spec(row["gpu"].partition("x")[2] or row["gpu"]), costs=HostCosts(), decoder=Decoder.of(known.config),
         weights_bytes=0, utilization=float(settings["gpu_memory_utilization"]), longest=1,
         most_sequences=int(settings["max_num_seqs"]), ranks=int(settings["tensor_model_parallel_size"]),
-        batched_tokens=int(settings["max_num_batched_tokens"]), eager=True,
+        batched_tokens=int(settings["max_num_batched_tokens"]), eager=True, waits=True,
+        lora_rank=int(str(values.get(f"{MODEL}.lora_rank", 0))),
     )  # fmt: skip
-    return (engine.cache_bytes - nccl_bytes(spec, engine.ranks)) / GIB
 
 
-def seconds(found: ProbeResult, values: Mapping[str, object], timed: Mapping[str, float]) -> dict[str, float]:
+def generation_s(row: Mapping[str, Any], values: Mapping[str, object]) -> float:
+    """Seconds of a generation whose completions have the lengths of the log."""
+    law, told = engine(row, values), row["completions"]
+    cards = int(str(values["trainer.n_gpus_per_node"]))
+    group = int(str(values.get(f"{ROLLOUT}.n", 1)))
+    count = int(str(values["data.train_batch_size"])) * group * law.ranks // cards
+    lengths = spread(count, least=told["least"], mean=told["mean"], most=told["most"])
+    idle_s = V0_IDLE_S * told["most"] if row.get("v0") else 0.0
+    return law.generation_s([told["prompt"]] * count, lengths, group=group) + idle_s
+
+
+def spread(count: int, *, least: int, mean: float, most: int) -> list[int]:
+    """So many lengths in any order, of this least, mean and most."""
+    power = (most - least) / (mean - least) - 1
+    lengths = [round(least + (most - least) * ((number + 0.5) / count) ** power) for number in range(count)]
+    lengths[-1] = most
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+def seconds(row: Mapping[str, Any], found: ProbeResult, values: Mapping[str, object]) -> dict[str, float]:
     """The seconds of verl's timers, those that a row's log has; all of them where it has none."""
     prompts, mini = (int(str(values[key])) for key in ("data.train_batch_size", MINI))
-    log = VerlLog(steps=1, allocated_bytes=None, reserved_bytes=None, seconds=timed)
-    rows = {row.name.removeprefix("timing_s/"): row.promised for row in rows_of(log, found, prompts // mini)}
+    log = VerlLog(steps=1, allocated_bytes=None, reserved_bytes=None, seconds={})
+    rows = {each.name.removeprefix("timing_s/"): each.promised for each in rows_of(log, found, prompts // mini)}
+    if "completions" in row:
+        rows["gen"] = generation_s(row, values) + (rows.get("update_weights") or 0.0)
+    timed = row.get("seconds", {})
     return {name: round(took, 2) for name, took in rows.items() if name in (timed or rows) and took is not None
             and name != "allocated"}  # fmt: skip
 

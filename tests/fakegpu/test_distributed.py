@@ -12,6 +12,7 @@ from torch import nn
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.specs import HostCosts
 
 MIB = 1 << 20
 WORKSPACES_MIB = 2 * 8320 / 1024
@@ -71,6 +72,43 @@ def test_fsdp2_holds_an_eighth_and_gathers_a_layer_at_a_time() -> None:
             optimizer.zero_grad()
         assert torch.cuda.memory_allocated() / MIB == pytest.approx(3 * shards + WORKSPACES_MIB, abs=0.5)
         assert torch.cuda.max_memory_allocated() / MIB < 3 * shards + WORKSPACES_MIB + 8 * 32
+
+
+@pytest.mark.usefixtures("eight_ranks")
+@pytest.mark.parametrize("version", [1, 2])
+def test_each_sharded_module_takes_the_hosts_time_for_its_hooks(version: int) -> None:
+    def host_s(units: int, *, trains: bool) -> float:
+        with fake_gpu("h100") as gpu:
+            layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(16)]).cuda()
+            model = sharded(layers, list(layers)[:units], version)
+            began = gpu.clock.host_s
+            with torch.set_grad_enabled(trains):
+                found = model(torch.randn(4, 8, device="cuda")).sum()
+            if trains:
+                found.backward()
+            return gpu.clock.host_s - began
+
+    launches = {1: {False: 26, True: 34 + 20 + 15}, 2: {False: 24, True: 41 + 22 + 16}}[version]
+    for trains, each in launches.items():
+        more_s = host_s(12, trains=trains) - host_s(4, trains=trains)
+        of_units_s = 8 * each * HostCosts().launch_s  # less a little for the root, which has fewer weights
+        assert 0.9 * of_units_s < more_s < 2 * of_units_s
+
+
+def sharded(model: nn.Module, units: list[nn.Module], version: int) -> nn.Module:
+    """The model under FSDP1 or FSDP2 with these modules as units of their own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if version == 1:
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
+            device_id=torch.cuda.current_device(),
+        )  # fmt: skip
+    mesh = init_device_mesh("cuda", (8,))
+    for module in (*units, model):
+        fully_shard(module, mesh=mesh)
+    return model
 
 
 def _train_sharded(world_size: int, *, offload: bool) -> tuple[float, float, list[str]]:

@@ -9,7 +9,7 @@ import pytest
 
 from autofit.fakegpu import FakeGpuError
 from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.forward import Batch, Decoder
+from autofit.fakegpu.engines.forward import Batch, Decoder, collective_seconds
 from autofit.fakegpu.engines.schedule import Scheduler, Stretch
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
@@ -78,6 +78,43 @@ def test_an_eager_step_is_launched_by_the_modules_python() -> None:
     launches = 11 * QWEN3_4B.layers * ENGINE.costs.launch_s
     assert step_s(replace(compiled, eager=True), 1, 512) > launches
     assert step_s(compiled, 1, 512) < launches
+
+
+def test_adapters_are_three_more_kernels_beside_each_of_four_products() -> None:
+    served = replace(ENGINE, spec=gpu_spec("h100"), lora_rank=32)
+    plain = replace(served, lora_rank=0)
+    launches = 12 * QWEN3_4B.layers * ENGINE.costs.launch_s
+    added = step_s(replace(served, eager=True), 1, 512) - step_s(replace(plain, eager=True), 1, 512)
+    assert added == pytest.approx(launches)  # without graphs the host launches each of them
+    shortest = 12 * QWEN3_4B.layers * served.forward.kernels.shortest_s
+    captured = step_s(served, 1, 512) - step_s(plain, 1, 512)
+    assert shortest * 0.999 < captured < launches  # in a graph the card has them alone
+
+
+def test_cards_that_share_a_model_add_their_outputs_twice_a_layer() -> None:
+    alone = replace(ENGINE, spec=gpu_spec("h100"))
+    small = replace(alone, decoder=replace(QWEN3_4B, layers=QWEN3_4B.layers // 2))
+    shared = replace(alone, ranks=2)
+    sums = 2 * QWEN3_4B.layers * collective_seconds(alone.spec).seconds("all_reduce", 64 * 2560 * 2, 2)
+    assert step_s(shared, 64, 512) > max(sums, step_s(replace(small, ranks=1), 64, 512) / 2)
+    eager = step_s(replace(shared, eager=True), 1, 512) - step_s(replace(alone, eager=True), 1, 512)
+    assert eager == pytest.approx(2 * QWEN3_4B.layers * ENGINE.costs.launch_s)
+
+
+def test_a_generation_goes_on_until_its_longest_completion() -> None:
+    prompts, completions = [100] * 64, [100] * 63 + [400]
+    lasts = replace(ENGINE, spec=gpu_spec("h100"), eager=True)
+    whole = lasts.generation_s(prompts, 400)
+    assert lasts.generation_s(prompts, 100) < lasts.generation_s(prompts, completions) <= whole
+    assert lasts.generation_s(prompts, completions) > 0.9 * whole  # launches, not sequences, take the time
+    stretches, _ = Scheduler(budget=4096, most_sequences=64, blocks=100_000).play(prompts, completions, group=1)
+    assert generated(stretches) == 63 * 100 + 400
+
+
+def test_an_engine_that_waits_still_launches_while_the_card_computes() -> None:
+    slow = replace(ENGINE, eager=True, waits=True)
+    prepared = step_s(slow, 1, 512) - step_s(replace(slow, waits=False), 1, 512)
+    assert prepared == pytest.approx(0.0, abs=1e-4)  # both are bound by launches, after the host's preparation
 
 
 def test_a_small_share_runs_fewer_sequences_at_once_and_takes_longer() -> None:

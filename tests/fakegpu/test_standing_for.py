@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.depth.expand import Mark, run_of
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.fakegpu.replay import EventLog, Unlimited
 
@@ -29,6 +30,23 @@ def test_one_traced_pass_counts_the_seconds_of_all_that_it_stands_for() -> None:
     (each_s, each_bytes), (once_s, once_bytes) = product(50, at_once=False), product(50, at_once=True)
     assert once_s == pytest.approx(each_s, rel=0.02)
     assert once_bytes == each_bytes
+
+
+def test_what_stands_for_many_inside_of_another_counts_in_each_of_its_times() -> None:
+    def seconds(outer: int, inner: int, *, at_once: bool) -> float:
+        with fake_gpu("a100-80gb", follow_layers=True) as gpu:
+            a = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+            for _ in range(1 if at_once else outer):
+                with gpu.standing_for(outer if at_once else 1):
+                    for _ in range(1 if at_once else inner):
+                        with gpu.standing_for(inner if at_once else 1):
+                            _ = a @ a
+                            del _
+            marks = [Mark(name="end", event=len(gpu.memory.log.ids), stretch=gpu.clock.cut())]  # type: ignore[attr-defined]
+            return run_of(gpu, marks).seconds()[-1]
+
+    for outer, inner in ((5, 7), (2, 3), (3, 2)):
+        assert seconds(outer, inner, at_once=True) == pytest.approx(seconds(outer, inner, at_once=False), rel=0.02)
 
 
 def test_a_replay_gives_back_the_cache_where_the_program_did() -> None:

@@ -104,7 +104,7 @@ def _grown(before: Row, now: Row, times: float) -> Row:
 
 
 class Repeat(NamedTuple):
-    """Segments `start` to `end`, which happen `times` times in a row."""
+    """Segments `start` to `end`, which happen `times` times in a row; others may be inside of it."""
 
     start: int
     end: int
@@ -146,6 +146,11 @@ class LayerClock(Clock):
         if self.gpu_s != gpu_s:
             kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
             self._rows[_GPU] = _plus(_later(self._rows[_GPU], self._rows[_HOST]), kernel_s)
+
+    def host_work(self, launches: int) -> None:
+        before = self.host_s
+        super().host_work(launches)
+        self._launch(self.host_s - before)
 
     def _launch(self, seconds: float) -> None:
         self._rows[_HOST] = _plus(self._rows[_HOST], seconds)
@@ -207,3 +212,10 @@ class LayerClock(Clock):
         self.stretches += stretches
         if times > 1:
             self.repeats.append(Repeat(start, len(self.stretches), times))
+
+    def repeat(self, first: int, last: int, times: int) -> None:
+        """Append the segments `first` to `last` again, `times` times in a row, with the repeats inside of them."""
+        later = self.cut() - first
+        inside = [r for r in self.repeats if first <= r.start and r.end <= last]
+        self.repeats += [r._replace(start=r.start + later, end=r.end + later) for r in inside]
+        self.play(self.stretches[first:last], times=times)

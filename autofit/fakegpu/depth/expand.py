@@ -83,10 +83,18 @@ class Run:
 
     def delays(self, start: int, end: int) -> Iterator[Delay]:
         """The delays of the segments `start` to `end`, repeated ones joined to one."""
-        for first, last, times in (r for r in self.repeats if start <= r.start and r.end <= end):
-            yield from (delay for _, delay in self.stretches[start:first])
-            yield reduce(Delay.then, (delay for _, delay in self.stretches[first:last])).repeated(times)
-            start = last
+        inside = [repeat for repeat in self.repeats if start <= repeat.start and repeat.end <= end]
+        yield from self._delays(start, end, sorted(inside, key=lambda repeat: (repeat.start, -repeat.end)))
+
+    def _delays(self, start: int, end: int, repeats: Sequence[Repeat]) -> Iterator[Delay]:
+        """The same where `repeats` are inside, an outer one before those in it."""
+        while repeats:
+            outer, *repeats = repeats
+            inner = [repeat for repeat in repeats if repeat.end <= outer.end]
+            repeats = repeats[len(inner) :]
+            yield from (delay for _, delay in self.stretches[start : outer.start])
+            yield reduce(Delay.then, self._delays(outer.start, outer.end, inner)).repeated(outer.times)
+            start = outer.end
         yield from (delay for _, delay in self.stretches[start:end])
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autofit.fakegpu.rates.collectives import CollectiveSeconds
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.rates.products import Floats
 from autofit.fakegpu.specs import GpuSpec, HostCosts
@@ -135,21 +136,32 @@ class Batch(NamedTuple):
         return self.decoding + self.prefilling * self.queries
 
 
+@lru_cache(maxsize=16)
+def collective_seconds(spec: GpuSpec) -> CollectiveSeconds:
+    return CollectiveSeconds(spec)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """The forward pass of a `decoder` on one of `ranks` cards. `fused` says whether an engine has merged kernels."""
+    """The forward pass of a `decoder` on one of `ranks` cards. `fused` says whether an engine has merged kernels.
+
+    With `lora_rank` the products of attention and of a dense MLP have an adapter that is served beside them.
+    """
 
     decoder: Decoder
     kernels: KernelSeconds
     ranks: int = 1
     fused: bool = True
+    lora_rank: int = 0
 
     def layers_s(self, batch: Batch, rows: Floats) -> Floats:
         """Seconds of all layers on the card, with `rows` tokens in the products (a graph may be padded)."""
         decoder = self.decoder
         attention = self._attention(batch)
         products: Floats = sum((self.product(rows, n, k) for n, k in self._attention_products()), np.zeros_like(rows))
-        each = products + self._between(rows)
+        merged, out = decoder.products(self.ranks)
+        each = products + self._between(rows) + self._adapted(rows, *merged, 3) + self._adapted(rows, *out, 1)
+        each = each + 2 * self._reduced(rows)
         dense = decoder.dense_layers if decoder.experts else decoder.layers
         total = decoder.layers * each + dense * self._mlp(rows, decoder.dense_intermediate or decoder.intermediate)
         if decoder.experts:
@@ -191,7 +203,29 @@ class Forward:
         up = 2 if self.decoder.gated else 1
         into = self.product(rows, up * width, hidden) if self.fused else up * self.product(rows, width, hidden)
         acted = self.moving((up + 1) * rows * width * ITEM, 1 if self.fused else 2)
-        return np.asarray(into + acted + self.product(rows, hidden, width))
+        adapters = self._adapted(rows, up * width, hidden, up) + self._adapted(rows, hidden, width, 1)
+        return np.asarray(into + acted + self.product(rows, hidden, width) + adapters)
+
+    def _adapted(self, rows: Floats, n: int, k: int, slices: int) -> Floats:
+        """What adapters add to a product of (rows, k) x (k, n), which stands for so many that are merged.
+
+        Three kernels: a float32 buffer is cleared, the inputs are multiplied into it, and it is multiplied into the
+        outputs (vllm/lora/punica_wrapper/punica_gpu.py, add_lora_linear).
+        """
+        if not self.lora_rank:
+            return np.zeros_like(rows)
+        buffer = 4 * slices * rows * self.lora_rank
+        weights = ITEM * self.lora_rank
+        shrunk = ITEM * rows * k + slices * weights * k + buffer
+        expanded = buffer + weights * n + 2 * ITEM * rows * n
+        return self.moving(buffer) + self.moving(shrunk) + self.moving(expanded)
+
+    def _reduced(self, rows: Floats) -> Floats:
+        """The sum of a product's outputs over the cards that have parts of it, twice a layer (RowParallelLinear)."""
+        if self.ranks == 1:
+            return np.zeros_like(rows)
+        told, nbytes = collective_seconds(self.kernels.spec), rows * self.decoder.hidden * ITEM
+        return np.array([told.seconds("all_reduce", float(each), self.ranks) for each in nbytes])
 
     def _experts(self, rows: Floats) -> Floats:
         """A mixture's MLP: every expert that a token has is read once; routing is even."""

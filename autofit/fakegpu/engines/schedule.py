@@ -45,10 +45,10 @@ class Scheduler:
     block: int = 16
     shares_prompts: bool = True
 
-    def play(self, prompts: Sequence[int], tokens: int, *, group: int) -> tuple[list[Stretch], int]:
+    def play(self, prompts: Sequence[int], tokens: int | Sequence[int], *, group: int) -> tuple[list[Stretch], int]:
         """(the stretches of a generation, number of preemptions): `tokens` tokens after each of the `prompts`.
 
-        `group` prompts in a row are equal.
+        `tokens` is of all sequences, or one number for each. `group` prompts in a row are equal.
         """
         return _Play(self, prompts, tokens, group).run()
 
@@ -56,11 +56,11 @@ class Scheduler:
 class _Play:
     """The state of one generation: arrays with an entry a sequence, and the numbers of those that run or wait."""
 
-    def __init__(self, limits: Scheduler, prompts: Sequence[int], tokens: int, group: int) -> None:
+    def __init__(self, limits: Scheduler, prompts: Sequence[int], tokens: int | Sequence[int], group: int) -> None:
         count = len(prompts)
         self.limits = limits
         self.prompt = np.array(prompts, np.int64)  # tokens to prefill; after a preemption with the generated ones
-        self.left = np.full(count, tokens, np.int64)  # tokens to generate
+        self.left = np.broadcast_to(np.asarray(tokens, np.int64), count).copy()  # tokens to generate
         self.computed = np.zeros(count, np.int64)
         self.group = np.arange(count) // group
         same = limits.shares_prompts and group > 1

@@ -70,7 +70,10 @@ class VllmEngine:
     logprobs: bool = True
     eager: bool = False  # enforce_eager: without graphs
     waits: bool = False  # whether the host prepares a step only after the one before (no asynchronous scheduling)
+    lora_rank: int = 0  # of adapters that are served beside the model
     sleeps: bool = False  # whether it sleeps outside of generation
+    keeps_weights: bool = False  # whether its weights stay on the card while it sleeps
+    static_share: bool = False  # whether the share is of weights and cache alone, as SGLang's is
     remote: bool = False  # whether it is on another card, as TRL's server is
     served: int = 1  # ranks whose prompts a server gets
     copies: int = 1  # cards of a server, each with a copy of the model and its part of the prompts
@@ -114,7 +117,8 @@ class VllmEngine:
     @property
     def cache_bytes(self) -> int:
         """Bytes left for the cache; not above 0 if there are none."""
-        return self.share_bytes - self.weights_bytes - self.overhead_bytes
+        inside = 0 if self.static_share else self.overhead_bytes
+        return self.share_bytes - self.weights_bytes - inside
 
     @property
     def token_bytes(self) -> int:
@@ -161,15 +165,18 @@ class VllmEngine:
     def wake_s(self, nbytes: int) -> float:
         return _WAKE_S_PER_GIB * nbytes / 2**30
 
-    def usable_blocks(self, prompts: Sequence[int], tokens: int) -> int:
+    def usable_blocks(self, prompts: Sequence[int], tokens: int | Sequence[int]) -> int:
         """Blocks of the cache that such a generation can use; at least those of one sequence."""
-        each = -(-(max(prompts) + tokens) // BLOCK_TOKENS)
+        most = tokens if isinstance(tokens, int) else max(tokens)
+        each = -(-(max(prompts) + most) // BLOCK_TOKENS)
         return max(each, min(self.blocks, each * len(prompts)))
 
-    def generation_s(self, prompts: Sequence[int], tokens: int, *, group: int = 1, blocks: int | None = None) -> float:
+    def generation_s(
+        self, prompts: Sequence[int], tokens: int | Sequence[int], *, group: int = 1, blocks: int | None = None
+    ) -> float:
         """Seconds of `tokens` tokens after each of `prompts` (lengths), of which `group` in a row are equal.
 
-        `blocks` replaces the cache's own.
+        `tokens` is of all sequences, or one number for each. `blocks` replaces the cache's own.
         """
         scheduler = Scheduler(
             budget=self.batched_tokens, most_sequences=self.most_sequences,
@@ -185,9 +192,9 @@ class VllmEngine:
 
     def steps_s(self, batch: Batch, sampled: Floats) -> Floats:
         """Seconds of one step of each batch: the card's or the host's, whichever is longer."""
-        card = self.card_s(batch, sampled)
-        host = _STEP_HOST_S + _SEQUENCE_HOST_S * (batch.decoding + batch.prefilling) + self._launching_s(batch)
-        return np.asarray(card + host if self.waits else np.maximum(card, host))
+        card, launching = self.card_s(batch, sampled), self._launching_s(batch)
+        host = _STEP_HOST_S + _SEQUENCE_HOST_S * (batch.decoding + batch.prefilling)
+        return np.asarray(host + np.maximum(card, launching) if self.waits else np.maximum(card, host + launching))
 
     def card_s(self, batch: Batch, sampled: Floats) -> Floats:
         """Seconds of the card's kernels."""
@@ -215,12 +222,18 @@ class VllmEngine:
         launch_s = (1.0 if self.eager else _COMPILED_LAUNCH) * self.costs.launch_s
         largest = self.graph_sizes[-1] if self.graph_sizes else 0
         whole = (batch.prefilling == 0) & (batch.tokens <= min(largest, self.most_sequences))
-        pieces = np.where(batch.tokens <= largest, 3.0, 11.0)  # launches a layer
+        pieces = np.where(batch.tokens <= largest, 3.0, 11.0 + self._further_launches)  # a layer
         return np.asarray(np.where(whole, 0.0, launch_s * pieces * self.decoder.layers))
+
+    @property
+    def _further_launches(self) -> int:
+        """Launches a layer for adapters, three for each of four products, and for two sums over the cards."""
+        return 12 * bool(self.lora_rank) + 2 * (self.ranks > 1)
 
     @cached_property
     def forward(self) -> Forward:
-        return Forward(decoder=self.decoder, kernels=kernel_seconds(self.spec, self.costs), ranks=self.ranks)
+        kernels = kernel_seconds(self.spec, self.costs)
+        return Forward(decoder=self.decoder, kernels=kernels, ranks=self.ranks, lora_rank=self.lora_rank)
 
     # ------------------------------------------------------------------ on disk
     def to_json(self) -> dict[str, object]:

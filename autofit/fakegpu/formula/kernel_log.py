@@ -138,6 +138,10 @@ class KernelLog:
         if self.on:
             self._host()[-1] += 1
 
+    def host_work(self, launches: int) -> None:
+        if self.on:
+            self._host()[Launch.PLAIN] += launches
+
     def kernel(
         self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
     ) -> None:

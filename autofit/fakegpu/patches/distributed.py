@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -279,6 +279,89 @@ def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     owner = module.FlatParamHandle
     if gpu.layers is not None:
         yield owner, "__init__", _refusing(gpu.layers, untouched(owner.__init__)), _WHY
+
+
+class _Hooks(NamedTuple):
+    """What FSDP's Python takes around a sharded module with one weight, and with each further one.
+
+    In launches on the same host, beside those of its operations (experiments/rates/fsdp_hooks.py, 2026-11-26, medians
+    of four runs).
+    """
+
+    unrecorded: tuple[float, float]  # a forward without gradients
+    recorded: tuple[float, float]
+    before_backward: tuple[float, float]
+    after_backward: tuple[float, float]
+
+    @property
+    def forward(self) -> tuple[float, float]:
+        return self.recorded if torch.is_grad_enabled() else self.unrecorded
+
+
+_FLAT_HOOKS = _Hooks((26, 1.9), (34, 2.1), (20, 0.3), (15, 0.5))
+_FULLY_HOOKS = _Hooks((24, 2.8), (41, 3.5), (22, 3.1), (16, 2.0))
+_HOOKS_WHY = "its Python takes the host's time and launches nothing"
+
+
+def fsdp1_forward_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """The host's time for the hooks of FSDP1 around a forward."""
+    gathers = untouched(module._pre_forward_unshard)
+
+    def gather(state: object, handle: Any) -> None:
+        _work(gpu, _FLAT_HOOKS.forward, _flat_weights(handle))
+        gathers(state, handle)
+
+    yield module, "_pre_forward_unshard", gather, _HOOKS_WHY
+
+
+def fsdp1_backward_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """The host's time for the hooks of FSDP1 before and after a backward."""
+    begins, ends = untouched(module._pre_backward_hook), untouched(module._post_backward_hook)
+
+    def begin(state: object, owner: object, handle: Any, *args: object) -> object:
+        if not getattr(handle, "_ran_pre_backward_hook", False):
+            _work(gpu, _FLAT_HOOKS.before_backward, _flat_weights(handle))
+        return begins(state, owner, handle, *args)
+
+    def end(state: object, handle: Any, *args: object) -> object:
+        _work(gpu, _FLAT_HOOKS.after_backward, _flat_weights(handle))
+        return ends(state, handle, *args)
+
+    yield module, "_pre_backward_hook", begin, _HOOKS_WHY
+    yield module, "_post_backward_hook", end, _HOOKS_WHY
+
+
+def fsdp2_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """The host's time for the hooks of FSDP2."""
+    owner, hooks = module.FSDPParamGroup, _FULLY_HOOKS
+    for name, cost in (
+        ("pre_forward", lambda: hooks.forward), ("pre_backward", lambda: hooks.before_backward),
+        ("post_backward", lambda: hooks.after_backward),
+    ):  # fmt: skip
+        yield owner, name, _working(gpu, untouched(vars(owner)[name]), cost), _HOOKS_WHY
+
+
+def _working(
+    gpu: FakeGpu, original: Callable[..., object], cost: Callable[[], tuple[float, float]]
+) -> Callable[..., object]:
+    def hook(group: Any, *args: object, **kwargs: object) -> object:
+        before = group._training_state
+        found = original(group, *args, **kwargs)
+        if group._training_state is not before:  # else it was here already, for another of the module's outputs
+            _work(gpu, cost(), len(group.fsdp_params))
+        return found
+
+    return hook
+
+
+def _flat_weights(handle: Any) -> int:
+    return int(handle.flat_param._num_params) if handle else 0
+
+
+def _work(gpu: FakeGpu, cost: tuple[float, float], weights: int) -> None:
+    first, further = cost
+    if weights:
+        gpu.clock.host_work(round(first + further * (weights - 1)))
 
 
 def _refusing(layers: LayerRecorder, original: Callable[..., None]) -> Callable[..., None]:

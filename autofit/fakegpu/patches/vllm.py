@@ -149,7 +149,8 @@ class FakeEngine:
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, back to the driver (level 1 keeps a copy of the weights on the host)."""
-        mapped = [self._held.pop(tag) for tag in ("weights", "kv_cache") if tag in self._held]
+        freed = ("kv_cache",) if self.law.keeps_weights else ("weights", "kv_cache")
+        mapped = [self._held.pop(tag) for tag in freed if tag in self._held]
         self._pass(self.law.sleep_s(sum(self._gpu.memory.allocations[index].nbytes for index in mapped)))
         for index in mapped:
             self._gpu.memory.release(index)
