@@ -112,6 +112,7 @@ _COLUMNS = {
     "hf label_tokens": {"input_ids": 1.0},
     "hf gkd": {"input_ids": 1.0},
     "hf diffusion": {"input_ids": 1.0},
+    "hf ebft": {"input_ids": 1.0},
     **{f"hf {objective}": {"chosen_ids": 1.0, "rejected_ids": 1.0}
        for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward", "embed", "rerank")},
 }  # fmt: skip
