@@ -277,6 +277,15 @@ def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -
     assert of_yaml(tmp_path, {**AXO, "use_onebitllms": True}).values["qat"] == {"weight_dtype": "ternary"}
     dealt = {"plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 4}
     assert of_yaml(tmp_path, {**AXO, **dealt}).ranks == 4
+    texts = {"rl": "ebft", "ebft": {"mode": "strided", "stride": 4}, "adapter": "lora", "lora_r": 8}
+    found = of_yaml(tmp_path, {**AXO, **texts})
+    assert (found.trainer, found.values["objective"], found.values["ebft"]) == ("hf", "ebft", {"stride": 4})
+    assert (found.values["pad_to_max_length"], found.values["attn_implementation"]) == (True, "flex_attention")
+    answers = of_yaml(tmp_path, {**AXO, "rl": "ebft", "ebft": {"use_whitening": True}, "trl": {"num_generations": 4}})
+    assert (answers.trainer, answers.values["reward_funcs"]) == (
+        "grpo",
+        ["autofit.trainers.features.whitened_features"],
+    )
     blurred = {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"], "diffusion": {"mask_token_id": 7}}
     found = of_yaml(tmp_path, {**AXO, **blurred, "sample_packing": True}).values
     assert [found.get(key) for key in ("objective", "mask_token", "block_diagonal")] == ["diffusion", 7, None]
@@ -515,7 +524,12 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
     ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},
      "per_device_train_batch_size must be a whole number of 1 or more; got 0; cutoff_len must be"),
-    ({**AXO, "rl": "ebft"}, "rl: ebft is not simulated"),
+    ({**AXO, "rl": "ebft"}, "rl: ebft needs ebft, with mode: structured or mode: strided"),
+    ({**AXO, "rl": "ebft", "ebft": {"feature_layers": [0.5]}}, "ebft is simulated with 3 feature_layers"),
+    ({**AXO, "rl": "ebft", "ebft": {"mode": "strided"}, "torch_compile": True, "gradient_checkpointing": True},
+     "ends with an error in Axolotl; omit torch_compile"),
+    ({**AXO, "rl": "ebft", "ebft": {"mode": "strided"}, "deepspeed": {"zero_optimization": {"stage": 2}}},
+     "simulated on one GPU or with DDP"),
     ({**AXO, "qat": {"weight_dtype": "nvfp4"}}, "qat with weight_dtype nvfp4 ends with an error"),
     ({**AXO, "qat": {"weight_dtype": "int4"}, "adapter": "lora", "lora_r": 8}, "qat is simulated where all weights"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),

@@ -20,11 +20,11 @@ from autofit.errors import ConfigError, nearest, quoted
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.fields import accepts, readable
 
+from .features import whitened
 from .hf_data import IGNORED
 from .hf_losses import Batch, MicroBatchMean
 
 _CHUNK = 256  # tokens at a time whose logits are made
-_LEAST = 1e-5  # a singular value below this share of the largest counts as none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,8 @@ class EbftTrainer(MicroBatchMean):
         shared = self.features is None
         model = self.accelerator.unwrap_model(self.model) if shared else self.features
         if shared or not self.flex:
-            mask, _ = geometry.dense_mask(wide, told.generate_max_len, rows, written.device, torch.bfloat16)
+            kind = torch.bfloat16 if self.flex else next(model.parameters()).dtype
+            mask, _ = geometry.dense_mask(wide, told.generate_max_len, rows, written.device, kind)
         else:
             mask = geometry.block_mask(wide, rows, written.device)
         without = model.disable_adapter() if shared else nullcontext()
@@ -334,16 +335,6 @@ class _Geometry:
             return (of_text & (query >= key)) | (~of_text & self._sees(query, key))
 
         return create_block_mask(sees, B=rows, H=None, Q_LEN=wide, KV_LEN=wide, device=device)
-
-
-def whitened(own: torch.Tensor, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two sets of vectors (samples, D) without the correlation of the first, by its singular vectors."""
-    wide, other = own.float(), true.float()
-    vectors, sizes, _ = torch.linalg.svd(wide.T.unsqueeze(0), full_matrices=False)
-    vectors, sizes = vectors.squeeze(0), sizes.squeeze(0)
-    inverse = torch.where(sizes > _LEAST * sizes.max(), 1.0 / (sizes + 1e-12), torch.zeros_like(sizes))
-    weights = (vectors * inverse.unsqueeze(0)) @ vectors.T
-    return (wide @ weights).to(own.dtype), (other @ weights).to(true.dtype)
 
 
 def _advantages(rewards: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -122,6 +122,10 @@ _TEMPLATE = (
 )
 
 
+# Reward functions that need no column of a dataset, but the trainer that calls them (features.py).
+FEATURES = tuple(f"{__package__}.features.{name}" for name in ("features", "whitened_features"))
+
+
 def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     """{key: value} by which a probe overrides the recipe, to use the stand-ins in the inspection's `folder`."""
     changes: dict[str, object] = {
@@ -131,7 +135,7 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     }
     rewards = values.get("reward_funcs")
     if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
-        changes["reward_funcs"] = [f"{__name__}.no_reward"] * len(rewards)
+        changes["reward_funcs"] = [name if name in FEATURES else f"{__name__}.no_reward" for name in rewards]
     return changes
 
 

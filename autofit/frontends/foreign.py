@@ -66,7 +66,8 @@ _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on fu
                "cpo": "CPO on full logits", "classify": "a loss over labels of samples",
                "label_tokens": "a loss over labels of tokens",
                "reward": "a pairwise loss", "gkd": "GKD on full logits", "embed": "a loss over embeddings of texts",
-               "rerank": "a loss over scores of documents", "diffusion": "a loss over masked words"}  # fmt: skip
+               "rerank": "a loss over scores of documents", "diffusion": "a loss over masked words",
+               "ebft": "REINFORCE with rewards of hidden states"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:
