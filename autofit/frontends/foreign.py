@@ -29,6 +29,7 @@ class Foreign:
     defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()  # keys of the recipe that the tool takes no other value of beside the others
     notes: tuple[str, ...] = ()  # what the tool does otherwise, and what is not simulated, a sentence each
+    unknown: Mapping[str, str] = field(default_factory=dict)  # keys that the tool passes over, each in half a sentence
 
 
 class Line(NamedTuple):
