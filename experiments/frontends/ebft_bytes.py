@@ -51,8 +51,8 @@ def theirs(checkout: Path) -> type:
     made = {name: ModuleType(name) for name in (f"{PACKAGE}.kernels", "axolotl.core.trainers.mixins",
             "axolotl.core.trainers.mixins.optimizer", "axolotl.utils.logging", PACKAGE)}  # fmt: skip
     for name in MIXINS:
-        for module in ("axolotl.core.trainers.mixins", "axolotl.core.trainers.mixins.optimizer"):
-            setattr(made[module], name, type(name, (), {}))
+        for home in ("axolotl.core.trainers.mixins", "axolotl.core.trainers.mixins.optimizer"):
+            setattr(made[home], name, type(name, (), {}))
     for name in KERNELS:
         setattr(made[f"{PACKAGE}.kernels"], name, None)
     vars(made["axolotl.utils.logging"])["get_logger"] = logging.getLogger
