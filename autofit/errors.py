@@ -54,6 +54,10 @@ class ConfigError(AutofitError, ValueError):
     """The user's input (recipe, space, option, path) cannot be used as it is."""
 
 
+class UnknownKeyError(ConfigError):
+    """A key is none that is taken there."""
+
+
 class Cancelled(AutofitError):
     """What was asked for was cancelled before it answered."""
 

@@ -111,7 +111,7 @@ def _real(launch: Launch, rank: int, port: int) -> Iterator[tuple[Read, Callable
 @contextmanager
 def _simulated(launch: Launch, rank: int) -> Iterator[tuple[Read, Callable[[], None]]]:
     from autofit.fakegpu import fake_gpu
-    from autofit.probing.rank import simulated_rank
+    from autofit.plugin.ranks import simulated_rank
 
     with simulated_rank(launch, rank):
         if launch.sharding.startswith("zero"):

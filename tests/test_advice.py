@@ -128,6 +128,36 @@ def test_an_answer_takes_few_probes() -> None:
         assert len(asked) <= most, (capacity, len(asked))
 
 
+@pytest.mark.parametrize(("capacity", "settings"), [(26, 2), (15, 3)])
+def test_the_fewest_settings_that_promise_room_are_tried_before_all_of_them(capacity: int, settings: int) -> None:
+    """Of a trainer that makes all logits, whose gaps between blocks are gigabytes and shrink with the micro-batch."""
+    own: dict[str, object] = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 2,
+        "steps_per_generation": 4, "max_completion_length": 1024, "gradient_checkpointing": True, "use_peft": True,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    recipe = replace(grpo_recipe(**own), weights_bytes=8 * GB, model_parameters=4 * GB)
+    asked: list[Values] = []
+
+    def probe(values: Values) -> ProbeResult:
+        asked.append(values)
+        micro, length = cast(int, values["per_device_train_batch_size"]), cast(int, values["max_completion_length"])
+        held = {"weights": (2 if values.get("load_in_4bit") else 8) * GB, "logits": micro * length * GB // 64}
+        nbytes = CONTEXT + sum(held.values()) + held["logits"] * 2 // 5
+        return ProbeResult(
+            status=ProbeStatus.FIT if nbytes <= capacity * GB else ProbeStatus.OOM, device="sim:h100",
+            device_used_bytes=nbytes, least_capacity_bytes=nbytes, peak_allocated_bytes=nbytes, step_s=(1.0,),
+            categories={"update": held},
+        )  # fmt: skip
+
+    base = probe(recipe.values)
+    found = cheapest_changes(
+        recipe, "sim:h100", probe, capacity_bytes=capacity * GB, base=base, workers=1, wanted=1
+    )  # fmt: skip
+    assert [change.settings for change in found.changes] == [settings]
+    assert len(asked) == 2  # the recipe as it is, and what is advised
+
+
 def test_a_recipe_that_fits_with_little_to_spare_is_given_room() -> None:
     capacity = CONTEXT + 73 * GB  # 72 are needed
     found = advice(capacity).changes

@@ -19,7 +19,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_experts, hf_losses, hf_parts, hf_training
+from autofit.trainers import hf_ebft, hf_experts, hf_losses, hf_parts, hf_training
 from autofit.trainers.common import random_weights, share_experts
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
@@ -102,6 +102,7 @@ CASES: dict[str, dict[str, object]] = {
     "GKD, the likeliest words": {"objective": "gkd", **TAUGHT, "teacher_words": 8, "bf16": True},
     "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
     "diffusion": {"objective": "diffusion", "dtype": "bfloat16", "bf16": True, "packing": True},
+    "energy-based": {"objective": "ebft", **LORA, "ebft": {"generate_max_len": 2, "stride": 16, "ce_coef": 0.1}},
     "reranker": {"objective": "rerank", "negatives": 3, **LORA},
     "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
     "packed": {"packing": True},
@@ -196,7 +197,7 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         (
             {"objective": "ppo"},
             "objective must be one of sft, asft, dpo, kto, orpo, simpo, cpo, classify, label_tokens, reward, gkd, "
-            "embed, rerank, diffusion; got 'ppo'",
+            "embed, rerank, diffusion, ebft; got 'ppo'",
         ),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
@@ -495,6 +496,49 @@ def test_diffusion_predicts_a_masked_word_from_the_place_before_it_and_from_the_
     each = torch.nn.functional.cross_entropy(logits, ids[0, 2:], reduction="none")
     wanted = (each / (1e-3 + 0.999 * 0.5)).sum() / 4
     assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [0, 40])
+def test_words_at_each_anchor_see_the_text_before_it_and_are_scored_by_what_they_are_like(
+    prompt: int, small_model: Path, tmp_path: Path
+) -> None:
+    strides = {"stride": 8, "context_length": 8, "generate_max_len": 4, "n_samples_per_prompt": 2, "ce_coef": 0.5}
+    config = parsed(small_model, tmp_path, objective="ebft", ebft=strides, **LORA)
+    trainer = hf_training.made(config, rows(config))
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
+    labels = ids.clone()
+    labels[:, :prompt] = -100
+    written = list[tuple[int, int]]()
+    scores = trainer._scores
+
+    def counted(model: Any, found: torch.Tensor, *more: Any) -> Any:
+        written.append((found.shape[0], found.shape[1]))
+        return scores(model, found, *more)
+
+    trainer._scores = counted
+    loss = trainer.compute_loss(trainer.model, {"input_ids": ids, "labels": labels})
+    loss.backward()
+    first = max(prompt, 8)
+    anchors = (LENGTH - 4 - first) // 8 + 1
+    assert written == [(4, LENGTH + 4 * anchors)]
+    assert any(p.grad.abs().sum() > 0 for p in trainer.model.parameters() if p.grad is not None)
+
+
+def test_a_word_sees_its_own_anchor_and_no_other(tmp_path: Path) -> None:
+    told = hf_ebft.Strides(stride=4, context_length=3, generate_max_len=2)
+    geometry = hf_ebft._Geometry(told=told, text=12, first=3, anchors=2)
+    mask, places = geometry.dense_mask(16, 2, 1, torch.device("cpu"), torch.float32)
+    seen = [row.nonzero()[:, 0].tolist() for row in mask[0, 0] == 0]
+    assert seen[11] == list(range(12))
+    assert seen[12:] == [[0, 1, 2, 12], [*range(7), 13], [0, 1, 2, 12, 14], [*range(7), 13, 15]]
+    assert places[0, 12:].tolist() == [3, 7, 4, 8]
+
+
+def test_what_is_no_setting_of_ebft_is_named(small_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ebft has no key 'strid'; the nearest valid one is 'stride'"):
+        hf_ebft.Strides.of({"strid": 4})
+    with pytest.raises(ConfigError, match="ebft must be a mapping, with objective: ebft"):
+        parsed(small_model, tmp_path, ebft={"stride": 4})
 
 
 def test_a_reranker_by_words_scores_the_last_token_by_the_difference_of_two_words(

@@ -18,7 +18,7 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, in_own_keys, source_of, written
+from autofit.frontends.writing import can_say, changed, in_own_keys, source_of, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
 
@@ -31,6 +31,12 @@ AXO: dict[str, object] = {
     "base_model": "Qwen/Qwen3-4B", "datasets": [{"path": "a", "type": "alpaca"}], "micro_batch_size": 2,
     "gradient_accumulation_steps": 4, "sequence_len": 2000, "optimizer": "adamw_8bit", "learning_rate": "2e-5",
 }  # fmt: skip
+VERL_SCRIPT = """python3 -m verl.trainer.main_ppo data.train_batch_size=64 data.max_prompt_length=512 \\
+    data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=1 trainer.nnodes=1 \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 algorithm.adv_estimator=grpo
+"""
 SWIFT = """#!/bin/bash
 # 2 * 20GiB
 n=2
@@ -130,12 +136,12 @@ RAY = {"nproc_per_node": 4, "default": {"device": "GPU", "ranks": "list(range(0,
 
 
 def test_explain_names_the_adapter_and_the_layers_that_are_trained(tmp_path: Path) -> None:
-    for changed, wanted in (
+    for change, wanted in (
         ({"finetuning_type": "oft"}, "OFT in float32, on a frozen model held in bfloat16"),
         ({"finetuning_type": "freeze", "use_llama_pro": True}, "2 layers trained, held in float32"),
     ):
         path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump({**LLAMA, **changed}))
+        path.write_text(yaml.safe_dump({**LLAMA, **change}))
         told = {line.name: line.text for line in explain(path).lines}
         assert told["weights"].startswith(wanted)
 
@@ -277,6 +283,15 @@ def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -
     assert of_yaml(tmp_path, {**AXO, "use_onebitllms": True}).values["qat"] == {"weight_dtype": "ternary"}
     dealt = {"plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 4}
     assert of_yaml(tmp_path, {**AXO, **dealt}).ranks == 4
+    texts = {"rl": "ebft", "ebft": {"mode": "strided", "stride": 4}, "adapter": "lora", "lora_r": 8}
+    whole = of_yaml(tmp_path, {**AXO, **texts})
+    assert (whole.trainer, whole.values["objective"], whole.values["ebft"]) == ("hf", "ebft", {"stride": 4})
+    assert (whole.values["pad_to_max_length"], whole.values["attn_implementation"]) == (True, "flex_attention")
+    answers = of_yaml(tmp_path, {**AXO, "rl": "ebft", "ebft": {"use_whitening": True}, "trl": {"num_generations": 4}})
+    assert (answers.trainer, answers.values["reward_funcs"]) == (
+        "grpo",
+        ["autofit.trainers.features.whitened_features"],
+    )
     blurred = {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"], "diffusion": {"mask_token_id": 7}}
     found = of_yaml(tmp_path, {**AXO, **blurred, "sample_packing": True}).values
     assert [found.get(key) for key in ("objective", "mask_token", "block_diagonal")] == ["diffusion", 7, None]
@@ -515,7 +530,12 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**LLAMA, "lora_rnk": 4}, "unknown key 'lora_rnk'; the nearest valid one is 'lora_rank'"),
     ({**LLAMA, "per_device_train_batch_size": 0, "cutoff_len": "long"},
      "per_device_train_batch_size must be a whole number of 1 or more; got 0; cutoff_len must be"),
-    ({**AXO, "rl": "ebft"}, "rl: ebft is not simulated"),
+    ({**AXO, "rl": "ebft"}, "rl: ebft needs ebft, with mode: structured or mode: strided"),
+    ({**AXO, "rl": "ebft", "ebft": {"feature_layers": [0.5]}}, "ebft is simulated with 3 feature_layers"),
+    ({**AXO, "rl": "ebft", "ebft": {"mode": "strided"}, "torch_compile": True, "gradient_checkpointing": True},
+     "ends with an error in Axolotl; omit torch_compile"),
+    ({**AXO, "rl": "ebft", "ebft": {"mode": "strided"}, "deepspeed": {"zero_optimization": {"stage": 2}}},
+     "simulated on one GPU or with DDP"),
     ({**AXO, "qat": {"weight_dtype": "nvfp4"}}, "qat with weight_dtype nvfp4 ends with an error"),
     ({**AXO, "qat": {"weight_dtype": "int4"}, "adapter": "lora", "lora_r": 8}, "qat is simulated where all weights"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
@@ -620,6 +640,60 @@ def test_changes_are_written_in_the_users_keys_and_comments_and_layout_stay(tmp_
     assert again.values["optim"] == "adamw_8bit"
     with pytest.raises(ConfigError, match="sharding: 'fsdp2' has no key in Axolotl"):
         written(path, {"launch.sharding": "fsdp2"})
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "meant"),
+    [
+        (LLAMA, {"cutoff_len": 1024, "per_device_train_batch_size": 2}, {"max_length": 1024, "pad_to_multiple_of": 8}),
+        (LLAMA, {"lora_rank": 4}, {"lora_r": 4, "lora_alpha": 8}),  # alpha follows from the rank there
+        (AXO, {"micro_batch_size": 4, "sequence_len": 1024}, {"per_device_train_batch_size": 4, "max_length": 1024}),
+        (AXO, {"adapter": "lora", "lora_r": 8}, {"use_peft": True, "lora_r": 8}),  # neither is valid alone
+        ({**AXO, "rl": "grpo"}, {"trl.max_completion_length": 99}, {"max_completion_length": 99}),
+        ({"model": "m", "tuner_type": "lora"}, {"lora_rank": 32}, {"lora_r": 32}),
+    ],
+)
+def test_a_change_beside_a_file_of_another_tool_takes_the_tools_own_keys(
+    values: Mapping[str, object], changes: Mapping[str, object], meant: Mapping[str, object]
+) -> None:
+    found = changed(source_of(dict(values)), {**changes, "env.A": "1"})
+    assert {key: found.source.values.get(key) for key in meant} == meant
+    assert dict(found.changes) == {"env.A": "1"}
+
+
+def test_a_key_of_the_recipe_goes_on_to_be_taken_beside_a_file_of_another_tool() -> None:
+    axolotl = changed(source_of(dict(AXO)), {"per_device_train_batch_size": 4})
+    assert dict(axolotl.changes) == {"per_device_train_batch_size": 4}
+    generates = changed(source_of(dict(LLAMA)), {"max_length": 512})  # of generation alone there
+    assert dict(generates.changes) == {"max_length": 512}
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "message"),
+    [
+        (LLAMA, "cutof_len=9", "LLaMA-Factory: unknown key 'cutof_len'; the nearest valid one is 'cutoff_len'"),
+        (AXO, "micro_batch_sise=9", "Axolotl: unknown key 'micro_batch_sise'; the nearest valid one is 'micro_batch_"),
+        (LLAMA, "lora_rank=x", "LLaMA-Factory: lora_rank must be a whole number of 1 or more; got 'x'"),
+    ],
+)
+def test_a_change_that_the_tool_does_not_take_is_said_in_its_words(
+    values: Mapping[str, object], change: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(dict(values)))
+    assert main(["check", str(path), "--gpu", "rtx4090", "--set", change]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_change_beside_a_script_of_verl_is_an_override(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL_SCRIPT)
+    micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    found = changed(source_of(path), {micro: 8})
+    assert found.source.values["ppo_micro_batch_size_per_gpu"] == 8
+    assert found.changes == {}
+    with pytest.raises(ConfigError, match=f"verl has no key {micro[:-1]}, and hydra refuses it"):
+        changed(source_of(path), {micro[:-1]: 8})
 
 
 def test_a_change_of_a_script_is_in_its_own_training_and_its_own_words(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import gcd
@@ -25,14 +26,15 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 from autofit.errors import ConfigError, nearest
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import SampleLengths
-from autofit.plugin.protocol import Inspection, Task
+from autofit.plugin.protocol import Facts, Inspection, Task
 
 from .common import dataset_name, made, random_model, random_weights, real, samples_per_step, short, split
+from .features import Features
 from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .images import StandInProcessor
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
-from .offline import not_a_list, or_stated
+from .offline import FEATURES, not_a_list, or_stated
 from .rows import in_epoch, padded, place_of, shorter_prompts, unmasked_is_larger
 from .trl import TrlRun, TrlTrainer
 from .trl_config import TrlConfig
@@ -223,7 +225,16 @@ class RolloutTrainer(TrlTrainer):
         return run
 
     def real(self, config: TrlConfig) -> Any:
-        return real(self.trl_class, config, reward_funcs=reward_functions(config))
+        rewards = reward_functions(config)
+        if any(isinstance(reward, Features) for reward in rewards):
+            raise ConfigError("rewards by features are simulated and not run; train with the tool that has them")
+        return real(self.trl_class, config, reward_funcs=rewards)
+
+    def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
+        facts = super().inspect(values, inspection)
+        named = facts.resolved.get("reward_funcs")
+        own = isinstance(named, list) and any(name in FEATURES for name in named)
+        return replace(facts, forecasts=facts.forecasts and not own)
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         """A trainer with random weights on the longest prompt; every completion has `max_completion_length` tokens."""
@@ -238,6 +249,9 @@ class RolloutTrainer(TrlTrainer):
                 self.trl_class, config, reward_funcs=rewards, train_dataset=rows,
                 reward_processing_classes=tokenizers(rewards, longest), **images,
             )  # fmt: skip
+        for reward in rewards:
+            if isinstance(reward, Features):
+                reward.bound(trainer, longest)
         trainer.eos_token_ids = [_NEVER]
         if padded(config, worst_case) and not images:
             trainer._tokenize_prompts = shorter_prompts(trainer._tokenize_prompts)

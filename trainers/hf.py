@@ -35,6 +35,7 @@ from .common import (
     train_rows,
 )
 from .hf_data import KINDS, SIDES, Row, packed, shorter, tokenised
+from .hf_ebft import Strides
 from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
@@ -44,7 +45,7 @@ from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
 # with a model beside, or without logits of all tokens: each candidate is traced
-_OTHER_OBJECTIVES = ("gkd", "embed", "rerank", "diffusion")
+_OTHER_OBJECTIVES = ("gkd", "embed", "rerank", "diffusion", "ebft")
 
 
 class HfTrainer(SamplesTrainer):
@@ -58,7 +59,7 @@ class HfTrainer(SamplesTrainer):
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
                 "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
                 "added_layers", "peft_adapter", "bottleneck", "reft_rank", "temperature", "negatives", "word_scores",
-                "mask_token")  # fmt: skip
+                "mask_token", "ebft")  # fmt: skip
 
     def parse(self, values: Mapping[str, object], *, overrides: Mapping[str, object]) -> TrlConfig:
         config = super().parse(values, overrides=overrides)
@@ -70,6 +71,7 @@ class HfTrainer(SamplesTrainer):
             )
         if training.peft_adapter is not None and not config.model.use_peft:
             raise ConfigError("peft_adapter is used in place of LoRA; it needs use_peft: true")
+        Strides.of(training.ebft or {})
         if training.host_experts and not config.model.use_peft:
             raise ConfigError("host_experts are frozen but for adapters beside them; it needs use_peft: true")
         if training.qat is not None and config.model.use_peft:

@@ -26,7 +26,7 @@ _SAMPLES: Mapping[str, tuple[str, ...]] = {
 KINDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # objective -> {format of its data: the columns}
     "sft": _SAMPLES, "asft": _SAMPLES,
     "dpo": _PAIRS, "reward": _PAIRS, "orpo": _PAIRS, "simpo": _PAIRS, "cpo": _PAIRS,
-    "gkd": _SAMPLES, "diffusion": _SAMPLES, "embed": _PAIRS, "rerank": _PAIRS,
+    "gkd": _SAMPLES, "diffusion": _SAMPLES, "ebft": _SAMPLES, "embed": _PAIRS, "rerank": _PAIRS,
     "classify": {"texts with a label": ("text", "label"), "tokens": ("input_ids",)},
     "label_tokens": {"tokens with labels": ("input_ids", "labels"), "tokens": ("input_ids",)},
     # The chosen answer is the sample, the rejected one another answer to its prompt, whatever the sample's rating

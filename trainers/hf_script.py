@@ -10,11 +10,11 @@ from typing import Any
 from transformers import TrainingArguments
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-TOKENS = ("sft", "asft", "gkd", "diffusion")  # losses over the tokens of samples
+TOKENS = ("sft", "asft", "gkd", "diffusion", "ebft")  # losses over the tokens of samples
 SAMPLES = (*TOKENS, "classify", "label_tokens")  # of which a row is one sample; those of the others are two answers
 WITH_REFERENCE = ("asft", "dpo", "kto")
 OBJECTIVES = ("sft", *WITH_REFERENCE, "orpo", "simpo", "cpo", "classify", "label_tokens", "reward", "gkd", "embed",
-              "rerank", "diffusion")  # fmt: skip
+              "rerank", "diffusion", "ebft")  # fmt: skip
 
 
 @dataclass
@@ -29,7 +29,8 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "rated answers (kto), a loss over pairs without a reference (orpo, simpo, cpo), one over labels of "
             "whole samples (classify) or of their tokens (label_tokens), a pairwise loss over scores (reward), a "
             "divergence from a teacher's words (gkd), one over pairs of texts that mean the same (embed), or over "
-            "documents of which the chosen one fits (rerank).",
+            "documents of which the chosen one fits (rerank), one over masked words (diffusion), or REINFORCE with "
+            "rewards of a frozen copy's hidden states (ebft).",
             "choices": list(OBJECTIVES),
         },
     )
@@ -168,6 +169,13 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
     )
     mask_token: int = field(default=0, metadata={"help": "The token that stands for a masked one in diffusion."})
     temperature: float = field(default=1.0, metadata={"help": "What gkd divides the logits by."})
+    ebft: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Where and how ebft writes words, as in Axolotl's file: stride, context_length, generate_max_len, "
+            "n_samples_per_prompt, temperature, feature_layers, use_whitening, ce_coef, ..."
+        },
+    )
     negatives: int = field(
         default=1, metadata={"help": "How many documents that do not fit stand beside one that fits, in rerank."}
     )
@@ -238,6 +246,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append(f"sequence_parallel_size is of objective: sft or embed; got objective: {self.objective}")
         if self.loss_chunk is not None and self.sequence_parallel_size == 1:
             wrong.append("loss_chunk is of samples that ranks share; omit it or set sequence_parallel_size")
+        if self.ebft is not None and (self.objective != "ebft" or not isinstance(self.ebft, dict)):
+            wrong.append(f"ebft must be a mapping, with objective: ebft; got {self.ebft!r}, {self.objective}")
+        if self.packing and self.objective == "ebft":
+            wrong.append("packing is not of objective: ebft, whose texts stand alone; omit it")
         if self.word_scores and self.objective != "rerank":
             wrong.append(f"word_scores is of objective: rerank; got objective: {self.objective}; omit it")
         if self.value_head and self.objective != "reward":

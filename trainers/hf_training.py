@@ -25,6 +25,7 @@ from autofit.fakegpu.linear_loss import CUT, fuse
 
 from .common import on_host
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
+from .hf_ebft import EbftTrainer, Strides
 from .hf_experts import to_host
 from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_parts import Allocates, add_bottlenecks, add_layers, add_reft, freeze_all_but, other_adapter
@@ -74,6 +75,8 @@ def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None,
         return _SCORED_BY[training.objective](**common)
     if training.objective in _WITH_NO_OTHER:
         return _WITH_NO_OTHER[training.objective](**common)
+    if training.objective == "ebft":
+        return EbftTrainer(**common, strides=Strides.of(training.ebft or {}))
     common |= {"beta": training.beta, "float32_logits": training.float32_logits}
     if training.objective == "gkd":
         common |= {"nll_weight": training.nll_weight, "temperature": training.temperature}

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest, option, quoted
+from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, option, quoted
 from autofit.files import cache_folder, read_json, write_json
 from autofit.frontends.reading import refusal
 from autofit.plugin.fields import Kind, is_one_of, kinds, readable
@@ -148,7 +148,7 @@ class KeyTable:
                 named = ", ".join(map(quoted, unknown[:_NAMED]))
                 raise ConfigError(f"none of its keys ({named}) is one of TRL's, or of a tool whose files are read")
             whose = f"`trl {self.trainer} --config`" if is_trls(self.trainer) else f"the trainer {self.trainer}"
-            raise ConfigError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}")
+            raise UnknownKeyError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}")
         if wrong := [*self._wrong_kinds(values), *self._wrong_values(values)]:
             raise ConfigError("; ".join(wrong))
 

@@ -85,12 +85,12 @@ def hf_tiers(
 
     KTO subtracts the mean over a micro-batch of all ranks, and an embedding is compared with all others of it. The
     losses of ASFT, GKD, diffusion and labelled tokens are means over the tokens of a micro-batch, as is TRL's
-    cross-entropy beside ORPO, SimPO and CPO.
+    cross-entropy beside ORPO, SimPO and CPO. EBFT begins behind the longest prompt of a micro-batch.
     """
     objective = resolved.get("objective")
     apart = objective == "sft" and resolved.get("average_tokens_across_devices") is False
     tokens = objective in ("orpo", "simpo", "cpo") and resolved.get("nll_weight") and not resolved["float32_logits"]
-    means = objective in ("asft", "kto", "label_tokens", "gkd", "embed", "diffusion") or bool(tokens)
+    means = objective in ("asft", "kto", "label_tokens", "gkd", "embed", "diffusion", "ebft") or bool(tokens)
     return {**_tiers(balances_experts or means, False, apart or means), **weights_tiers(resolved)}
 
 

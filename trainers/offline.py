@@ -111,6 +111,7 @@ _COLUMNS = {
     "hf label_tokens": {"input_ids": 1.0},
     "hf gkd": {"input_ids": 1.0},
     "hf diffusion": {"input_ids": 1.0},
+    "hf ebft": {"input_ids": 1.0},
     **{f"hf {objective}": {"chosen_ids": 1.0, "rejected_ids": 1.0}
        for objective in ("dpo", "kto", "orpo", "simpo", "cpo", "reward", "embed", "rerank")},
 }  # fmt: skip
@@ -118,6 +119,10 @@ _TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' <eos> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
+
+
+# Reward functions that need no column of a dataset, but the trainer that calls them (features.py).
+FEATURES = tuple(f"{__package__}.features.{name}" for name in ("features", "whitened_features"))
 
 
 def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
@@ -129,7 +134,7 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     }
     rewards = values.get("reward_funcs")
     if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
-        changes["reward_funcs"] = [f"{__name__}.no_reward"] * len(rewards)
+        changes["reward_funcs"] = [name if name in FEATURES else f"{__name__}.no_reward" for name in rewards]
     return changes
 
 

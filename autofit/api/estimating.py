@@ -28,6 +28,7 @@ from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, 
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
+from autofit.frontends.writing import changed
 from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path
@@ -178,17 +179,19 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         asked_bytes = size("target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("deadline", asked.deadline) or 0
-        source = source_of(asked.recipe, launch=asked.launch)
-        needs = card_needs({**source.values, **(asked.changes or {})})
+        own = changed(source_of(asked.recipe, launch=asked.launch), asked.changes)
+        source, changes = own.source, own.changes
+        needs = card_needs({**source.values, **changes})
         device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
         check_prompt_tokens(asked.prompt_tokens, device)
         server = server or fork_server(folder)
         try:
-            stated = read_recipe(
-                source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
-                changes=asked.changes, prompt_tokens=asked.prompt_tokens, launch=asked.launch,
-                say=lambda text: tell(Event(text=text)),
-            )  # fmt: skip
+            with own.in_its_words():
+                stated = read_recipe(
+                    source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
+                    changes=changes, prompt_tokens=asked.prompt_tokens, launch=asked.launch,
+                    say=lambda text: tell(Event(text=text)),
+                )  # fmt: skip
             stated.check()
             where = describe_device(device, capacity, stated.launch.cards)
             tell(Event(text=f"{stated.model} on {where}", read=True))

@@ -16,6 +16,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.errors import ConfigError, option
 from autofit.files import claim
+from autofit.frontends.writing import changed
 from autofit.hardware.hardware import (
     NO_NEEDS,
     CardNeeds,
@@ -111,8 +112,9 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     _headroom(asked.headroom, device, target)
     if device == "cuda" and node is None:
         _check_cards(asked, server, on_event)
-    source = source_of(asked.recipe, asked.name, asked.launch)
-    needs = card_needs({**source.values, **(asked.changes or {})})
+    own = changed(source_of(asked.recipe, asked.name, asked.launch), asked.changes)
+    source, changes = own.source, own.changes
+    needs = card_needs({**source.values, **changes})
     device, target = _device_and_target(asked, node, needs)
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
@@ -120,10 +122,11 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     claim(scratch)
-    recipe = read_recipe(
-        source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=asked.changes,
-        prompt_tokens=asked.prompt_tokens, launch=asked.launch, say=lambda text: on_event(Event(text=text)),
-    )  # fmt: skip
+    with own.in_its_words():
+        recipe = read_recipe(
+            source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=changes,
+            prompt_tokens=asked.prompt_tokens, launch=asked.launch, say=lambda text: on_event(Event(text=text)),
+        )  # fmt: skip
     if node is None:
         check_cards(recipe, device)
     else:

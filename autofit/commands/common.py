@@ -150,7 +150,7 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
 
     The API finds the same, after its imports. `device` is "sim:" for a simulated card.
     """
-    from autofit.frontends.writing import source_of
+    from autofit.frontends.writing import changed, source_of
     from autofit.plugin.registry import check_source_early
     from autofit.recipe.launching import launch_options
 
@@ -158,11 +158,14 @@ def look_early(options: argparse.Namespace, *, device: str) -> None:
         gpu=getattr(options, "gpu", None), accelerate_config=options.accelerate_config,
         num_processes=options.num_processes, gpus=getattr(options, "gpus", None),
     )  # fmt: skip
-    source = source_of(options.recipe, ranks=launch.num_processes)
-    check_source_early(
-        source, trainer=options.trainer, device=device, changes=settings(getattr(options, "set", ())),
-        prompt_tokens=options.prompt_tokens or source.prompt_tokens, launch=launch,
+    own = changed(
+        source_of(options.recipe, ranks=launch.num_processes), settings(getattr(options, "set", ())),
     )  # fmt: skip
+    with own.in_its_words():
+        check_source_early(
+            own.source, trainer=options.trainer, device=device, changes=own.changes,
+            prompt_tokens=options.prompt_tokens or own.source.prompt_tokens, launch=launch,
+        )  # fmt: skip
 
 
 def begin_server() -> None:

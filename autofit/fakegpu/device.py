@@ -158,7 +158,8 @@ def _kernel_loading() -> tuple[Literal["lazy", "eager"], str]:
     )
 
 
-_KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "bitsandbytes", "fsdp"}
+_KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "bitsandbytes", "fsdp",
+                     "flex"}  # fmt: skip
 
 
 def _note_kernels_of_others(gpu: FakeGpu, shortcut: Shortcut) -> None:

@@ -140,6 +140,11 @@ def _flash_backward_of_tokens(
     return *buffers, Rounded(2 * dim * k.element_size(), (heads, k.shape[0]), (1, 1))
 
 
+def _delta(grad: torch.Tensor, query: torch.Tensor, *_: object, **__: object) -> Size:
+    """One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py)."""
+    return (Rounded(4, tuple(query.shape[:3]), (1, 1, 1)),)
+
+
 def _efficient_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
 ) -> Size:
@@ -251,6 +256,20 @@ def _attention(args: Sequence[object]) -> int:
 
 def _attention_backward(args: Sequence[object]) -> int:
     return 5 * _scores(args[1], args[2], args[6], args[7], args[9])
+
+
+def _flex(args: Sequence[object]) -> int:
+    return 2 * _of_heads(args[0], args[1])
+
+
+def _flex_backward(args: Sequence[object]) -> int:
+    return 5 * _of_heads(args[1], args[2])
+
+
+def _of_heads(query: object, key: object) -> int:
+    """FLOPs of one product of queries and keys, (batch, heads, length, dim), causal or not."""
+    q, k = cast("torch.Tensor", query), cast("torch.Tensor", key)
+    return 2 * q.numel() * k.shape[2]
 
 
 def _scores(query: object, key: object, starts_q: object, starts_k: object, longest_k: object) -> int:
@@ -421,6 +440,8 @@ KERNELS: dict[str, Kernel] = {
     "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
     "aten::_flash_attention_forward": Kernel(flops=_attention),
     "aten::_flash_attention_backward": Kernel(flops=_attention_backward, scratch=_flash_backward_of_tokens),
+    "flex::flex_attention": Kernel(flops=_flex),  # patches/flex.py
+    "flex::flex_attention_backward": Kernel(flops=_flex_backward, scratch=_delta),
     "aten::_scaled_dot_product_flash_attention_backward": Kernel(scratch=_flash_backward),
     "aten::_scaled_dot_product_efficient_attention_backward": Kernel(scratch=_efficient_backward),
     "aten::_scaled_dot_product_cudnn_attention_backward": Kernel(scratch=_cudnn_backward),

@@ -120,13 +120,21 @@ class _Search:
         return not at or not (self._ask(at).fits or self._ask(at).failure)
 
     def _try_sizes(self, pool: ThreadPoolExecutor, names: Sequence[str], tier: Tier) -> None:
-        """Settings of `names` by themselves; if none suffices, as few as possible of all; then two and three.
+        """Settings of `names` by themselves; sets of two and three that promise room; as few as possible of all; more.
 
-        Nothing is tried where all of them together are known not to suffice.
+        Nothing is tried where all of them together are known not to suffice. Quantisation, which is slow to try, waits
+        for the sets of which room is expected where none is of it.
         """
         if self._is_hopeless(frozenset(names)):
             return
-        self._try(pool, names, 1, tier)
+        slow = [n for n in names if n == QUANTIZATION and not self._is_promising(frozenset({n}))]
+        self._try(pool, [n for n in names if n not in slow], 1, tier)
+        for count in range(2, MOST_TOGETHER + 1) if not self.unloaded else ():  # of which little is expected yet
+            if not self.found:
+                unbroken = [n for n in names if frozenset({n}) not in self.broken]
+                self._try(pool, unbroken, count, tier, promising=True)
+        if not self.found:
+            self._try(pool, slow, 1, tier)
         if self.found:
             return
         every = [n for n in names if frozenset({n}) not in self.broken]
@@ -140,9 +148,20 @@ class _Search:
         for count in range(2, MOST_TOGETHER + 1):
             self._try(pool, every, count, tier)
 
-    def _try(self, pool: ThreadPoolExecutor, names: Sequence[str], count: int, tier: Tier) -> None:
-        """Settle the sets of `count` settings whose tier together is `tier`, until there are enough."""
-        while not self._enough and (sets := self._sets(names, count, tier)[: self.workers]):
+    def _try(
+        self, pool: ThreadPoolExecutor, names: Sequence[str], count: int, tier: Tier, *, promising: bool = False
+    ) -> None:
+        """Settle the sets of `count` settings whose tier together is `tier`, until there are enough.
+
+        With `promising` only those of which room is expected: the mildest first, until one suffices.
+        """
+        while not self._enough and not (promising and self.found):
+            sets = self._sets(names, count, tier)
+            if promising:
+                likely = [s for s in sets if self._is_promising(s)]
+                sets = sorted(likely, key=lambda s: (QUANTIZATION in s, self._strength(self._start(s))))
+            if not (sets := sets[: self.workers]):
+                break
             list(pool.map(lambda names: self._settle(names, self._start(names)), sets))
 
     @property

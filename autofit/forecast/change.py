@@ -133,7 +133,7 @@ class Trier:
             capacity_bytes=self.capacity_bytes,
             own=own_words(self.recipe.foreign, given),
         )
-        self.tell(f"{change.options} {change.outcome}")
+        self.tell(f"{change.own or change.options} {change.outcome}")
         return change, result
 
 

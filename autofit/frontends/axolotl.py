@@ -19,6 +19,9 @@ from autofit.frontends.tools import AXOLOTL
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
 _LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
+_FEATURES = "autofit.trainers.features"
+_LAYERS = 3  # whose states these rewards keep, wherever they are
+_OF_ANSWERS = ("adaptive_max_tokens", "gt_length_multiplier")  # keys of EBFT's structured mode alone
 _MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
 _FLAGS = {"xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
           "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
@@ -46,6 +49,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
             raise ConfigError("process_reward_model needs samples, without rl or reward_model")
         objective = "label_tokens"
         draft.put("num_labels", draft.whole("num_labels", 2))
+    if objective == "ebft" and trainer == "hf":
+        _strided(draft)
     if _has_plugin(draft, "DiffusionPlugin"):
         if trainer != "hf" or objective != "sft":
             raise ConfigError("the plugin DiffusionPlugin is simulated with samples, without rl")
@@ -57,9 +62,14 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
     _batch(draft)
     launch = _launch(draft, folder)
+    if launch and objective == "ebft" and trainer == "hf":
+        raise ConfigError("ebft with mode: strided is simulated on one GPU or with DDP, not with FSDP or ZeRO")
     kept = _attention(draft)
     _dtype(draft, kept=kept or bool(launch.get("fsdp_config")))
     _adapter(draft)
+    if objective == "ebft" and trainer == "hf":  # whatever the file says (strided.py, __init__)
+        draft.put("attn_implementation", "flex_attention", "ebft.mode")
+        draft.fixed.add("attn_implementation")
     length = _length(draft, "dpo" if objective in _LIKE_TRL and trainer == "hf" else trainer)
     _checkpoints(draft)
     if str(draft.given.get("optimizer")) == "muon":  # core/builders/base.py
@@ -75,6 +85,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("lr_scheduler_type", None if scheduler in ("one_cycle", "rex") else scheduler, "lr_scheduler")
     if trainer == "grpo":
         _grpo(draft)
+        if objective == "ebft":
+            _rewards_by_features(draft)
     elif trainer != "hf":
         _preferences(draft, trainer)
     elif objective in _LIKE_TRL:
@@ -99,8 +111,10 @@ def _trainer(draft: Draft) -> str:
         raise ConfigError("tensor_parallel_size: tensor parallelism is not simulated; DDP, FSDP and ZeRO are")
     draft.check_model(draft.given.get("base_model"), str(draft.given.get("chat_template") or "").replace("_", "-"))
     kind = draft.text("rl")
-    if kind is not None and kind not in _LIKE_TRL:
-        raise ConfigError(f"rl: {kind} is not simulated; {', '.join(_LIKE_TRL)} are")
+    if kind is not None and kind not in _LIKE_TRL and kind != "ebft":
+        raise ConfigError(f"rl: {kind} is not simulated; {', '.join(_LIKE_TRL)} and ebft are")
+    if kind == "ebft":
+        return _ebft(draft)
     if kind is not None:
         if _LIKE_TRL[kind] != "hf":
             draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
@@ -110,6 +124,46 @@ def _trainer(draft: Draft) -> str:
     if not draft.says("datasets") and not draft.says("pretraining_dataset"):
         raise ConfigError("datasets is missing, and Axolotl does not train without it")
     return "hf"
+
+
+def _ebft(draft: Draft) -> str:
+    """core/trainers/ebft: GRPO whose rewards are features, or a trainer of its own on whole texts."""
+    given = draft.mapping("ebft")
+    if not given:
+        raise ConfigError("rl: ebft needs ebft, with mode: structured or mode: strided, as Axolotl says")
+    if given.get("mode", "structured") == "structured":
+        draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
+        return "grpo"
+    if draft.is_on("torch_compile") and draft.says("gradient_checkpointing"):
+        raise ConfigError(
+            "ebft with mode: strided, torch_compile and gradient_checkpointing ends with an error in Axolotl; omit "
+            "torch_compile"
+        )
+    return "hf"
+
+
+def _strided(draft: Draft) -> None:
+    """The settings of rollouts at anchors (core/trainers/ebft/strided.py)."""
+    given = draft.mapping("ebft")
+    ours = {key: value for key, value in given.items() if key not in ("mode", *_OF_ANSWERS) and value is not None}
+    draft.put("ebft", ours)
+    draft.note(
+        "ebft: the anchors begin at context_length, as in texts without prompts; behind a prompt there is room for "
+        "fewer: an upper bound"
+    )
+    if given.get("use_whitening"):
+        draft.note("ebft: the seconds of its singular value decompositions, one an anchor, were not measured")
+
+
+def _rewards_by_features(draft: Draft) -> None:
+    """EBFT's reward function (core/trainers/ebft/trainer.py)."""
+    given = draft.mapping("ebft")
+    layers = given.get("feature_layers")
+    if layers is not None and (not isinstance(layers, list) or len(layers) != _LAYERS):
+        raise ConfigError(f"ebft is simulated with {_LAYERS} feature_layers; got {quoted(layers)}")
+    name = "whitened_features" if given.get("use_whitening") else "features"
+    draft.put("reward_funcs", [f"{_FEATURES}.{name}"], "ebft")
+    draft.note("ebft: the true answers are taken to be as long as the completions")
 
 
 def _has_plugin(draft: Draft, name: str) -> bool:
@@ -293,6 +347,10 @@ def _length(draft: Draft, trainer: str) -> int:
     if trainer == "reward":
         draft.put("max_length", length, "sequence_len")
         return length
+    if draft.values.get("objective") == "ebft":  # the transforms of its data pad each text
+        draft.put("max_length", length, "sequence_len")
+        draft.put("pad_to_max_length", True, "sequence_len")
+        return length
     step = multiple or _MULTIPLE
     whole_rows = truth(filled) is True or (filled is None and packing)
     if filled is None and packing:
@@ -453,7 +511,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
                          "keeps_logits", "cut_cross_entropy", "sequence_parallel",
-                         "mask_token")),
+                         "mask_token", "ebft")),
         "per_device_train_batch_size": "micro_batch_size",
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value

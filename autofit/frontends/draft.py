@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from autofit.errors import ConfigError, nearest, quoted
+from autofit.errors import ConfigError, UnknownKeyError, nearest, quoted
 from autofit.frontends.foreign import Foreign
 
 # Models that see or hear, by the names that their makers give them; a tool's own keys for images count too.
@@ -175,11 +175,12 @@ class Draft:
         elif unknown:
             self.note(f"{self.tool} ignores what it does not know: {named}{more}")
         if self._wrong:
-            raise ConfigError("; ".join(self._wrong))
+            kind = UnknownKeyError if unknown and strict else ConfigError
+            raise kind("; ".join(self._wrong))
         return Foreign(
             tool=self.tool, trainer=trainer, values=self.values, launch=launch or {}, ranks=ranks,
             prompt_tokens=prompt_tokens, keys=self.keys, defaults=self.defaults, fixed=frozenset(self.fixed),
-            notes=tuple(self.notes),
+            notes=tuple(self.notes), unknown={key: f"unknown key {key!r}{nearest(key, self._read)}" for key in unknown},
         )  # fmt: skip
 
 

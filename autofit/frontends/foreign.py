@@ -29,6 +29,7 @@ class Foreign:
     defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()  # keys of the recipe that the tool takes no other value of beside the others
     notes: tuple[str, ...] = ()  # what the tool does otherwise, and what is not simulated, a sentence each
+    unknown: Mapping[str, str] = field(default_factory=dict)  # keys that the tool passes over, each in half a sentence
 
 
 class Line(NamedTuple):
@@ -66,7 +67,8 @@ _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on fu
                "cpo": "CPO on full logits", "classify": "a loss over labels of samples",
                "label_tokens": "a loss over labels of tokens",
                "reward": "a pairwise loss", "gkd": "GKD on full logits", "embed": "a loss over embeddings of texts",
-               "rerank": "a loss over scores of documents", "diffusion": "a loss over masked words"}  # fmt: skip
+               "rerank": "a loss over scores of documents", "diffusion": "a loss over masked words",
+               "ebft": "REINFORCE with rewards of hidden states"}  # fmt: skip
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:

@@ -68,7 +68,7 @@ def _named(tool: str, path: Path, made: Callable[[], Foreign]) -> Foreign:
     try:
         return made()
     except ConfigError as error:
-        raise ConfigError(f"{path}, read as a file of {tool}: {error.marked}") from error
+        raise type(error)(f"{path}, read as a file of {tool}: {error.marked}") from error
 
 
 def explain(path: Path, *, ranks: int | None = None) -> Explanation:

@@ -11,6 +11,7 @@ from typing import cast
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.draft import Draft, number
 from autofit.frontends.foreign import Foreign
+from autofit.frontends.tools import VERL
 from autofit.frontends.verl import (
     DEFAULTS,
     MODEL_PATH,
@@ -201,8 +202,20 @@ def _references(config: VerlConfig) -> bool:
 # -- back in verl's own keys -------------------------------------------------------------------------------------------
 
 # {key of the recipe: verl's} of those that verl derives from its batch
+_PARTS = ("data", "reward", "custom_reward_function", "ray_kwargs", "global_profiler", "transfer_queue")
 _FOLLOW = ("gradient_accumulation_steps", "steps_per_generation")
 _ABSENT = f"{M}.override_config."  # keys below it are not in verl's config, which hydra must be told
+
+
+def is_key(key: str) -> bool:
+    """Whether a key is one of a config of verl: a dotted path below one of its parts."""
+    head, dot, _ = key.lstrip("+").partition(".")
+    return bool(dot) and head in (*VERL.needs, *VERL.own, *_PARTS)
+
+
+def misspelt(key: str) -> str | None:
+    """What is wrong with a path that is nearly one of the batch's keys."""
+    return next(iter(typos(VerlConfig.of({key: 1}))), None) if is_key(key) else None
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:

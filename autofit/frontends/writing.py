@@ -9,13 +9,14 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import yaml
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError, UnknownKeyError, quoted
 from autofit.frontends import axolotl, llama_factory, ms_swift, verl_recipe
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign, summary
@@ -75,6 +76,91 @@ _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl tr
          VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A recipe whose own file was changed in its tool's keys, and the changes that are of the recipe itself.
+
+    `unknown` has, of each of these that the tool does not know, what it says of it.
+    """
+
+    source: Source
+    changes: Mapping[str, object]
+    unknown: Mapping[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Say of a key that the trainer does not take either what the tool says of it."""
+        try:
+            yield
+        except UnknownKeyError as error:
+            if not self.unknown:
+                raise
+            raise ConfigError(
+                f"{self.source.what}, read as a file of {self.source.foreign['tool']}: "
+                f"{'; '.join(self.unknown.values())}"
+            ) from error
+
+
+def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
+    """`source` with `changes`: of another tool's file those in the tool's own keys are made in the file's text.
+
+    Raises ConfigError, in the tool's words, for what it does not take.
+    """
+    changes = dict(changes or {})
+    own: list[str] = []
+    unknown: dict[str, str] = {}
+    if source.foreign:
+        own = [key for key in changes if not key.startswith((_ENV, _LAUNCH)) and _is_own(source, key, unknown, changes)]
+    if not own:
+        return Changed(source=source, changes=changes, unknown=unknown)
+    path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
+    text = _edited(source, {key: changes[key] for key in own})
+    try:
+        foreign = read(path, text=text, ranks=ranks)
+    except ConfigError as error:
+        raise type(error)(f"{error.marked} (with {' '.join(f'--set {key}={_flow(changes[key])}' for key in own)})") from error
+    assert foreign is not None, path
+    made = _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
+    rest = {key: value for key, value in changes.items() if key not in own}
+    return Changed(source=made, changes=rest, unknown=unknown)
+
+
+def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[str, object]) -> bool:
+    """Whether the tool of the file knows `key`; what it says of one that it does not stands in `unknown`."""
+    path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
+    if source.foreign["tool"] == VERL.name:
+        if said := verl_recipe.misspelt(key):
+            raise ConfigError(f"{source.what}, read as a file of {VERL.name}: {said}")
+        return verl_recipe.is_key(key)
+    try:
+        foreign = read(path, text=_edited(source, {key: changes[key]}), ranks=ranks)
+    except UnknownKeyError as error:
+        unknown[key] = str(error).partition(f"{source.foreign['tool']}: ")[2]
+        return False
+    except ConfigError:
+        return True
+    assert foreign is not None, path
+    if key.split(".")[0] not in foreign.unknown:  # LLaMA-Factory's max_length, say, is of generation alone
+        without_effect = (foreign.values, foreign.launch) == (source.values, _launch_of(source))
+        return not (without_effect and key in source.values)
+    unknown[key] = foreign.unknown[key.split(".")[0]]
+    return False
+
+
+def _launch_of(source: Source) -> dict[str, object]:
+    """The launch of a tool's file without the number of ranks, which stands by itself there."""
+    return {key: value for key, value in source.launch.items() if key != "num_processes"}
+
+
+def _edited(source: Source, own: Mapping[str, object]) -> str:
+    """The text of the file that a recipe was, with these keys of its tool."""
+    path, text, tool = Path(str(source.foreign["path"])), str(source.foreign["text"]), source.foreign["tool"]
+    edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if tool == VERL.name else _in_script
+    for key, value in own.items():
+        text = edit(text, key, value)
+    return text
 
 
 def can_write(tool: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, UnknownKeyError
 from autofit.files import read_json, write_json
 from autofit.plugin.models import go_offline
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
@@ -68,7 +68,7 @@ def _told(trainer: Trainer, values: dict[str, object], inspection: Inspection) -
         facts = trainer.inspect(opened(values), inspection)
         return replace(facts, values=sealed(facts.values), resolved=sealed(facts.resolved)).to_json()
     except ConfigError as error:
-        return {"error": error.marked}
+        return {"error": error.marked, "of_key": isinstance(error, UnknownKeyError)}
     except (SystemExit, KeyboardInterrupt) as error:
         traceback.print_exc()
         frames = traceback.extract_tb(error.__traceback__)

@@ -11,7 +11,7 @@ from typing import cast
 
 import psutil
 
-from autofit.errors import ConfigError, EnvironmentFault, nearest, one_line, option
+from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
 from autofit.files import OWNER, is_full, last_line, read_json, write_json
 from autofit.hardware.hardware import gpus
@@ -85,7 +85,8 @@ def prepare(
     if answer is None:
         raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
     if "error" in answer:
-        raise ConfigError(f"{answer['error']}" if answer.get("of_trainer") else f"{source.what}: {answer['error']}")
+        kind = UnknownKeyError if answer.get("of_key") else ConfigError
+        raise kind(f"{answer['error']}" if answer.get("of_trainer") else f"{source.what}: {answer['error']}")
     facts = Facts.from_json(answer)
     missing = [key for key in facts.keys.to_json().values() if key is not None and key not in facts.resolved]
     if missing:

@@ -117,7 +117,7 @@ def _batch(words: list[str], counts: list[str], checkout: Path) -> int:
 
 OTHER_DATA = re.compile(r"_vl_|omni|video|glm4_1v")  # in a script's name
 SEEN_DATA = re.compile(r"(?m)^[^#\n]*(?:geo3k|openr1mm)/train")  # data with images, in its text
-ENDS = "verl ends"  # in the reason for which a script is refused that verl itself does not train
+VERL_ENDS = "verl ends"  # in the reason for which a script is refused that verl itself does not train
 VERL_CHANGES: tuple[Mapping[str, object], ...] = (
     {}, {"param_offload": True, "optimizer_offload": False}, {"gpu_memory_utilization": 0.35},
     {"attn_implementation": "sdpa", "lora_rank": 4}, {"enable_gradient_checkpointing": False},
@@ -155,7 +155,7 @@ def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
         except ConfigError as error:
             reason = re.sub(r"^.*?read as a file of [^:]+: ", "", str(error))
             reasons[reason] += 1
-            counts["refused, as verl ends there" if ENDS in reason else "refused by name"] += 1
+            counts["refused, as verl ends there" if VERL_ENDS in reason else "refused by name"] += 1
             same = verl.batch_of(config) == verl.batch_of(verl.VerlConfig.of(truth or {}))
             counts["batch as bash" if same else "wrong batch"] += 1
             continue

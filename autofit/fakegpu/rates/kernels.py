@@ -58,7 +58,8 @@ _PRODUCTS: dict[str, tuple[Place | None, Place, Place, Place]] = {
 _ATTENTION = {
     f"_scaled_dot_product_{name}_attention{back}" for name in ("flash", "efficient", "cudnn") for back in
     ("", "_backward")
-}  # fmt: skip
+} | {"flex_attention", "flex_attention_backward"}  # fmt: skip
+_OF_TORCH = {"efficient": "efficient", "cudnn": "cudnn", "flash": "flash", "flex": "flash"}  # by a part of the name
 _TOKENS_FIRST = {"_flash_attention_forward", "_flash_attention_backward"}  # flash-attn's: tokens before heads
 
 
@@ -186,6 +187,6 @@ class KernelSeconds:
                 *of,
                 causal=causal,
                 backward=name.endswith("_backward"),
-                of_torch=next((kind for kind in ("efficient", "cudnn", "flash") if kind in name), None),
+                of_torch=next((kind for part, kind in _OF_TORCH.items() if part in name), None),
             )
         return told * self.costs.gpu_slowdown
