@@ -20,6 +20,9 @@ class AutofitError(Exception):
     def __str__(self) -> str:
         return self.told(self.named or Option.__str__)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     @property
     def marked(self) -> str:
         """The text with its options marked, for another error, or the answer of another process, to take it up."""

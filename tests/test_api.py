@@ -184,6 +184,7 @@ def test_an_error_carries_its_options_for_whoever_reads_it() -> None:
     inner = ConfigError(f"give {option('gpu', 'h100')}, {option('prompt-tokens', 'N')} or another {option('dir')}")
     error = ConfigError(f"stage a: {inner.marked}; `trl grpo --config x`")
     assert error.options == (Option("gpu", "h100"), Option("prompt-tokens", "N"), Option("dir", ""))
+    assert "\x02" not in repr(error)
     assert str(error) == "stage a: give --gpu h100, --prompt-tokens N or another --dir; `trl grpo --config x`"
     assert error.told(as_argument) == "stage a: give gpu='h100', prompt_tokens or another folder; `trl grpo --config x`"
 

@@ -159,6 +159,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
     ("arguments", "message"),
     [
         (["search", "run.yaml", "--device", "cpu", "--target-vram", "900TB"], "at most the machine's memory of"),
+        (["search", "run.yaml", "--target-vram", "0GB"], "autofit: --target-vram: an amount of memory must be above"),
         (["search", "run.yaml", "--demo", "--target-vram", "3GB"], "not both"),
         (["search", "gone.yaml", "--target-vram", "3GB"], "gone.yaml does not exist"),
         (["search", ".", "--target-vram", "3GB"], "is a folder"),
@@ -209,6 +210,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
     assert re.search(message, err), err
+    assert not re.search("---|\x02|\x03", err), err
 
 
 @pytest.mark.parametrize(

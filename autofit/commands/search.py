@@ -76,7 +76,7 @@ def _device(options: argparse.Namespace, *, is_cluster: bool) -> str:
     if is_cluster:
         return "cuda"
     asked = "sim" if options.recipe is None and options.device == "auto" else options.device
-    return choose_device_and_target(asked, gpu, size("--target-vram", options.target_vram))[0]
+    return choose_device_and_target(asked, gpu, size("target-vram", options.target_vram))[0]
 
 
 def _demo_recipe() -> Path:
