@@ -120,7 +120,8 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     try:
         foreign = read(path, text=text, ranks=ranks)
     except ConfigError as error:
-        raise type(error)(f"{error.marked} (with {' '.join(f'--set {key}={_flow(changes[key])}' for key in own)})") from error
+        given = " ".join(f"--set {key}={_flow(changes[key])}" for key in own)
+        raise type(error)(f"{error.marked} (with {given})") from error
     assert foreign is not None, path
     made = _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
     rest = {key: value for key, value in changes.items() if key not in own}
