@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("card", "depth.rounds", "patches.tensors"),
     (
         "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
-        "patches.recurrent", "patches.rollout", "patches.vllm",
+        "patches.flex", "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
     ("patches.distributed", "patches.libraries", "patches.low_bit"),
     ("patches.registry",),
