@@ -226,10 +226,14 @@ TRAINER = SimpleNamespace(name="spare", keys=BatchKeys(), space=Path("spare.yaml
 # The profile is in the folder of the built-in ones, the module and the entry point are installed beside autofit.
 LOOK = """
 import json
-import autofit.recipe.profile as profile
+from importlib import resources
 from pathlib import Path
-known = profile.profiles()
-profile.profiles = lambda: {**known, "spare": profile._read("spare", Path("spare.yaml").read_text())}
+from types import SimpleNamespace
+from unittest import mock
+files = resources.files
+folder = SimpleNamespace(iterdir=lambda: [*files("autofit.trainers").iterdir(), Path("spare.yaml")])
+with mock.patch.object(resources, "files", lambda _: folder):
+    import autofit.recipe.profile
 from autofit.commands.arguments import parser
 from autofit.frontends.trl_script import _KINDS
 from autofit.plugin.registry import load, names, trainer_for

@@ -182,8 +182,11 @@ class Clock:
         self.host_s += seconds
         self.gpu_s += seconds
 
-    def host_work(self, launches: int) -> None:
-        """Charge the host with Python code that launches nothing and takes as long as so many launches."""
+    def host_work(self, launches: int, *, deep: int | None = None) -> None:
+        """Charge the host with Python code that launches nothing and takes as long as so many launches.
+
+        `deep` are those of a run with all layers, where that is more.
+        """
         if self.asleep:
             return
         self.host_s += launches * self.costs.launch_s

@@ -147,10 +147,10 @@ class LayerClock(Clock):
             kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
             self._rows[_GPU] = _plus(_later(self._rows[_GPU], self._rows[_HOST]), kernel_s)
 
-    def host_work(self, launches: int) -> None:
+    def host_work(self, launches: int, *, deep: int | None = None) -> None:
         before = self.host_s
         super().host_work(launches)
-        self._launch(self.host_s - before)
+        self._launch((self.host_s - before) * (deep or launches) / launches)
 
     def _launch(self, seconds: float) -> None:
         self._rows[_HOST] = _plus(self._rows[_HOST], seconds)

@@ -261,9 +261,12 @@ class LayerRecorder:
             return 1.0, grown / total if total else 1.0
         return 1.0, 1.0
 
-    def _growth(self, tensor: torch.Tensor) -> float:
-        code = self.of(tensor)
+    def growth_of(self, code: int) -> float:
+        """How many tensors one of the layer `code` is at full depth."""
         return self.stacks[Tag.decode(code).stack].growth if self._is_middle(code) else 1.0
+
+    def _growth(self, tensor: torch.Tensor) -> float:
+        return self.growth_of(self.of(tensor))
 
 
 def _ordered(hooks: object) -> OrderedDict[int, object]:

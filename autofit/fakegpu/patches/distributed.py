@@ -348,7 +348,7 @@ def _working(
         before = group._training_state
         found = original(group, *args, **kwargs)
         if group._training_state is not before:  # else it was here already, for another of the module's outputs
-            _work(gpu, cost(), len(group.fsdp_params))
+            _work(gpu, cost(), len(group.fsdp_params), deep=_at_full_depth(gpu, group))
         return found
 
     return hook
@@ -358,10 +358,19 @@ def _flat_weights(handle: Any) -> int:
     return int(handle.flat_param._num_params) if handle else 0
 
 
-def _work(gpu: FakeGpu, cost: tuple[float, float], weights: int) -> None:
+def _at_full_depth(gpu: FakeGpu, group: Any) -> float:
+    """The weights of a group of FSDP2 in a run with all layers; one around several layers has more then."""
+    weights = group.fsdp_params
+    if gpu.layers is None or not _is_whole(weights):
+        return len(weights)
+    return sum(gpu.layers.growth_of(weight._autofit_layer) for weight in weights)
+
+
+def _work(gpu: FakeGpu, cost: tuple[float, float], weights: int, *, deep: float | None = None) -> None:
     first, further = cost
     if weights:
-        gpu.clock.host_work(round(first + further * (weights - 1)))
+        few, all_ = (round(first + further * (count - 1)) for count in (weights, deep or weights))
+        gpu.clock.host_work(few, deep=all_)
 
 
 def _refusing(layers: LayerRecorder, original: Callable[..., None]) -> Callable[..., None]:
