@@ -163,6 +163,9 @@ def test_the_smallest_card_with_room_is_named_only_after_it_was_simulated() -> N
     assert gpu_spec(card.name).capacity_bytes < 26 * GB
     assert card.options == f"--gpu {card.name}"
     assert other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 60 * GB)) is None
+    full = on("sim:a100-80gb", gpu_spec("a100-80gb").capacity_bytes, 70 * GB)
+    capacity = gpu_spec("a100-80gb").capacity_bytes  # an H100 has 0.03 GB less, and is no smaller card
+    assert other_card(full, capacity, lambda device, capacity: on(device, capacity, 70 * GB)) is None
     over = on("sim:a100-40gb", 42 * GB, 50 * GB)
     larger = other_card(over, 42 * GB, lambda device, capacity: on(device, capacity, 50 * GB))
     assert larger is not None

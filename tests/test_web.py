@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from recipes import grpo_recipe
 
 from autofit.api.reading import source_of
 from autofit.cli import main
@@ -23,7 +24,7 @@ from autofit.errors import ConfigError
 from autofit.files import TornFile
 from autofit.recipe.yaml_file import parse_yaml
 from autofit.web.allowed import allowed
-from autofit.web.answering import TOLD, run
+from autofit.web.answering import TOLD, batch_words, run
 from autofit.web.files import FILES, examples
 from autofit.web.pasted import read, without_files, write_config
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
@@ -332,6 +333,13 @@ def test_a_pasted_config_loses_what_names_code(tmp_path: Path) -> None:
     for wrong in ("[]", "{", "{}", "[" * 100_000):
         with pytest.raises(ConfigError):
             write_config(wrong, tmp_path / "other")
+
+
+def test_the_batch_is_said_in_a_sentence_of_one_prompt_or_of_several() -> None:
+    one = grpo_recipe(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    assert batch_words(one).endswith("4 at a time x 1 accumulation step x 1 card, of 1 prompt with 4 completions.")
+    two = grpo_recipe(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert batch_words(two).endswith("which are 2 prompts with 4 completions each.")
 
 
 def test_a_command_is_a_recipe_too(tmp_path: Path) -> None:

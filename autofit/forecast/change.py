@@ -16,6 +16,7 @@ from autofit.units import format_bytes, format_seconds
 
 Probe = Callable[[Mapping[str, object]], ProbeResult]
 Tell = Callable[[str], None]
+_SMALLER_FRAC = 0.95  # of the bytes: cards sold as 80 GB differ by less than a thousandth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,7 @@ def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
     need = needed_bytes(result)
     cards = [
         spec for spec in GPU_SPECS.values()
-        if (spec.capacity_bytes < capacity_bytes if fits else spec.capacity_bytes > capacity_bytes)
+        if (spec.capacity_bytes < _SMALLER_FRAC * capacity_bytes if fits else spec.capacity_bytes > capacity_bytes)
         if spec.compute_capability >= min(own.compute_capability, BFLOAT16_CAPABILITY)
         if roomy_bytes(spec.capacity_bytes, f"sim:{spec.name}") >= need - own.context_bytes + spec.context_bytes
     ]  # fmt: skip

@@ -91,7 +91,9 @@ def batch_words(recipe: Recipe) -> str:
     if recipe.sharers > 1:
         text = f"{text.rpartition(' ')[0]} groups of {recipe.sharers} cards"
     if recipe.generates:
-        text += f", which are {recipe.prompts_per_step} prompts with {recipe.num_generations} completions each"
+        prompts = recipe.prompts_per_step
+        completions = f"with {recipe.num_generations} completions"
+        text += f", which are {prompts} prompts {completions} each" if prompts > 1 else f", of 1 prompt {completions}"
     return f"{text}."
 
 
