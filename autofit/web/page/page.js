@@ -186,7 +186,7 @@ function hear(line) {
 }
 
 function showChoice(line) {
-  say(sentence(line.text).replace("?.", "?"), "wrong");
+  say(line.text, "wrong");
   status.append(...line.trainers.flatMap((name) => [" ", element("button", name, {type: "button",
     onclick: () => { field("trainer").value = name; again(); }})]));
 }
