@@ -310,7 +310,7 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
         make = architecture.from_config if auto else architecture._from_config
         with torch.device("cuda" if on_card and not _loads_on_host() else "cpu"), _values_of_a_checkpoint():
             model = make(config, **options)
-        model.tie_weights()
+        model.tie_weights()  # which making one without first values leaves out
     else:
         state = random_checkpoint(architecture, config, device="cuda" if on_card else "cpu", **options)
         model = architecture.from_pretrained(

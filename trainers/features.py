@@ -65,7 +65,7 @@ class Features:
         body = getattr(model, "model", None) or model
         outputs = body(ids, attention_mask=torch.ones_like(ids), output_hidden_states=True, return_dict=True)
         chosen = torch.cat([outputs.hidden_states[place] for place in self.places], dim=-1)
-        return torch.cat([chosen], dim=0)
+        return torch.cat([chosen], dim=0)  # one more copy, as Axolotl joins its batches
 
 
 def whitened(own: torch.Tensor, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,12 +44,13 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     trainer = _trainer(draft)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
     objective = str(draft.given.get("rl") or "sft")
+    strided = objective == "ebft" and trainer == "hf"
     if draft.is_on("process_reward_model"):  # TRL's PRMTrainer: a transformers Trainer of a token classifier
         if trainer != "hf" or objective != "sft":
             raise ConfigError("process_reward_model needs samples, without rl or reward_model")
         objective = "label_tokens"
         draft.put("num_labels", draft.whole("num_labels", 2))
-    if objective == "ebft" and trainer == "hf":
+    if strided:
         _strided(draft)
     if _has_plugin(draft, "DiffusionPlugin"):
         if trainer != "hf" or objective != "sft":
@@ -62,12 +63,12 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("model_revision", draft.text("revision_of_model") or draft.text("model_revision"), "revision_of_model")
     _batch(draft)
     launch = _launch(draft, folder)
-    if launch and objective == "ebft" and trainer == "hf":
+    if launch and strided:
         raise ConfigError("ebft with mode: strided is simulated on one GPU or with DDP, not with FSDP or ZeRO")
     kept = _attention(draft)
     _dtype(draft, kept=kept or bool(launch.get("fsdp_config")))
     _adapter(draft)
-    if objective == "ebft" and trainer == "hf":  # whatever the file says (strided.py, __init__)
+    if strided:  # whatever the file says (strided.py, __init__)
         draft.put("attn_implementation", "flex_attention", "ebft.mode")
         draft.fixed.add("attn_implementation")
     length = _length(draft, "dpo" if objective in _LIKE_TRL and trainer == "hf" else trainer)
@@ -113,12 +114,11 @@ def _trainer(draft: Draft) -> str:
     kind = draft.text("rl")
     if kind is not None and kind not in _LIKE_TRL and kind != "ebft":
         raise ConfigError(f"rl: {kind} is not simulated; {', '.join(_LIKE_TRL)} and ebft are")
-    if kind == "ebft":
-        return _ebft(draft)
     if kind is not None:
-        if _LIKE_TRL[kind] != "hf":
+        trainer = _ebft(draft) if kind == "ebft" else _LIKE_TRL[kind]
+        if trainer != "hf":
             draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
-        return _LIKE_TRL[kind]
+        return trainer
     if draft.is_on("reward_model"):
         return "reward"
     if not draft.says("datasets") and not draft.says("pretraining_dataset"):
@@ -132,7 +132,6 @@ def _ebft(draft: Draft) -> str:
     if not given:
         raise ConfigError("rl: ebft needs ebft, with mode: structured or mode: strided, as Axolotl says")
     if given.get("mode", "structured") == "structured":
-        draft.note("Axolotl pins TRL 1.8.0; the trainer of the TRL that is installed here is simulated")
         return "grpo"
     if draft.is_on("torch_compile") and draft.says("gradient_checkpointing"):
         raise ConfigError(

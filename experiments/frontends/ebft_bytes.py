@@ -1,6 +1,6 @@
 """Bytes, loss and gradients of energy-based fine-tuning: Axolotl's own strided trainer against trainers/hf_ebft.py.
 
-Run: python experiments/frontends/ebft_bytes.py --axolotl DIR, a checkout. Both train a small Llama on the CPU, where
+Run: python -m experiments.frontends.ebft_bytes --axolotl DIR, a checkout. Both train a small Llama on the CPU, where
 both take eager attention, with the same seed. Axolotl's mixins for optimizers and samplers, its Triton kernels (which
 the trainer imports and does not use) and its logger are stood in for. Prints the most bytes beside the model.
 """
@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from autofit.trainers.hf_ebft import EbftTrainer, Strides
+from experiments.frontends.most_bytes import most_bytes
 
 PACKAGE = "axolotl.core.trainers.ebft"
 MIXINS = ("DistributedParallelMixin", "RngLoaderMixin", "SchedulerMixin", "OptimizerInitMixin", "OptimizerMixin")
@@ -112,16 +113,10 @@ def peaks(one: Any, prompt: int) -> Iterator[tuple[int, float, float]]:
             loss = one.compute_loss(one.model, {"input_ids": ids, "labels": labels})
             if backward:
                 loss.backward()
-        events = sorted((e.start_ns(), e.nbytes()) for e in profiled.profiler.kineto_results.events()
-                        if e.name() == "[memory]")  # fmt: skip
-        held = most = 0
-        for _, count in events:
-            held += count
-            most = max(most, held)
         norm = sum(float(p.grad.square().sum()) for p in one.model.parameters() if p.grad is not None) ** 0.5
         kept.append(loss)
         if len(kept) > 1:
-            yield most, float(loss), norm
+            yield most_bytes(profiled), float(loss), norm
 
 
 def main() -> None:

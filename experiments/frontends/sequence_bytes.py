@@ -1,6 +1,6 @@
 """Bytes of ring attention: ms-swift's and ring-flash-attn's own code against trainers/sequence.py.
 
-Run: python experiments/frontends/sequence_bytes.py --ms-swift DIR --ring-flash-attn DIR, a checkout and an unpacked
+Run: python -m experiments.frontends.sequence_bytes --ms-swift DIR --ring-flash-attn DIR, a checkout and an unpacked
 sdist. Both run on the CPU with a process group whose collectives send nothing, as the last of four ranks, and with a
 stand-in for flash-attn's kernels that allocates what these return. Prints the most bytes of forward and of backward.
 """
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.trainers import sequence
+from experiments.frontends.most_bytes import most_bytes
 
 TOKENS, HEADS, KEYS, WIDTH, RANKS = 4096, 8, 4, 64, 4
 
@@ -67,13 +68,7 @@ def peaks(attention: Callable[..., torch.Tensor]) -> Iterator[int]:
             if backward:
                 out.backward(grad)
         kept += [*states, out]
-        events = sorted((e.start_ns(), e.nbytes()) for e in profiled.profiler.kineto_results.events()
-                        if e.name() == "[memory]")  # fmt: skip
-        held = most = 0
-        for _, count in events:
-            held += count
-            most = max(most, held)
-        yield most
+        yield most_bytes(profiled)
 
 
 def main() -> None:
