@@ -104,6 +104,8 @@ def test_a_shallow_run_expands_to_the_deep_one(case: Case, tmp_path: Path, monke
 
 def _steps(config: AutoConfig, *, generate: bool = False) -> object:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    if config.model_type == "gemma3_text":
+        model.train().gradient_checkpointing_enable()  # keeps both masks, of the window and of all tokens, for backward
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, 3000, (2, 64), device="cuda")
     for _ in range(2):
@@ -123,11 +125,15 @@ def _config(kind: str, **changes: object) -> AutoConfig:
     return AutoConfig.for_model(kind, **(sizes | {"num_hidden_layers": LAYERS} | changes))
 
 
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "generate"),
     [
         ("llama", {}, True),
-        ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}, False),
+        ("qwen3_moe", _EXPERTS, False),
+        ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 32}, False),
     ],
 )  # fmt: skip
 def test_patterns_experts_and_rollouts_expand(
@@ -143,6 +149,18 @@ def test_patterns_experts_and_rollouts_expand(
     assert_same(short, run_of(deep, marks))
 
 
+def test_a_loss_over_the_routers_of_all_layers_expands(tmp_path: Path) -> None:
+    case = Case(kind="sft", bf16=True, dtype=torch.bfloat16, use_cpu=False)
+    full, few = (_config("qwen3_moe", output_router_logits=True, **_EXPERTS) for _ in range(2))
+    shrink(few)
+
+    def run(config: AutoConfig) -> tuple[FakeGpu, list[Mark]]:
+        return followed(lambda: train(case, tmp_path, model=lambda: AutoModelForCausalLM.from_config(config)))
+
+    short = expanded(*run(few))
+    assert_same(short, run_of(*run(full)))
+
+
 def test_a_pattern_is_a_unit_and_few_layers_are_left_alone() -> None:
     stack = plan_stack(_config("gemma3_text", num_hidden_layers=26))
     assert (stack.period, stack.units) == (6, 4)
@@ -151,8 +169,7 @@ def test_a_pattern_is_a_unit_and_few_layers_are_left_alone() -> None:
 
 
 def test_layers_that_differ_where_no_list_says_so_are_seen_in_the_modules() -> None:
-    sizes = {"num_hidden_layers": 12, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-    full, few = (_config("qwen3_moe", mlp_only_layers=[3], **sizes) for _ in range(2))
+    full, few = (_config("qwen3_moe", mlp_only_layers=[3], num_hidden_layers=12, **_EXPERTS) for _ in range(2))
     assert shrink(few).first == 4
     shallow, marks = followed(lambda: _steps(few))
     short = expanded(shallow, marks)

@@ -176,7 +176,8 @@ def _own_what_loops_take(owner: Ints, ids: Ints, nbytes: Ints, tags: Ints) -> No
 def with_what_loops_give_back(nbytes: Ints, tags: Ints) -> Ints:
     """`tags`, in which frees of a layer's storage amid the next layer's events are the next layer's.
 
-    A loop that loads layers one by one keeps its last temporary until the next one replaces it (quantised weights).
+    A loop over the layers keeps its last temporary until the next one replaces it: one that loads quantised weights,
+    and, from the last layer to the first, the backward of a loss over all routers.
     """
     starts = np.concatenate([[0], np.flatnonzero(np.diff(tags)) + 1]) if len(tags) else tags
     taken = np.add.reduceat(nbytes > 0, starts) if len(starts) else starts
@@ -184,7 +185,7 @@ def with_what_loops_give_back(nbytes: Ints, tags: Ints) -> Ints:
     found = np.array(tags)
     for place in np.flatnonzero((taken == 0) & (codes >= Tag(DATA, 0, 0).encode())):
         around = codes[place - 1 : place + 2 : 2] if 0 < place < len(codes) - 1 else codes[:0]
-        if len(around) == 2 and (around == codes[place] + 1).all():
+        if len(around) == 2 and around[0] == around[1] and abs(around[0] - codes[place]) == 1:
             found[starts[place] : starts[place + 1]] = around[0]
     return found
 
@@ -283,6 +284,20 @@ def _close(
 
 # ---------------------------------------------------------------------- events
 _FIXED = -1
+_NONE: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The events of a sweep in each unit, sorted by unit number, and those that happen in one unit alone.
+
+    Event `once[i]` of unit number `unit` comes before event `places[i]` of its block.
+    """
+
+    blocks: list[Ints]
+    unit: int = 0
+    once: Ints = field(default_factory=_NONE.copy)
+    places: Ints = field(default_factory=_NONE.copy)
 
 
 class Expansion:
@@ -297,6 +312,7 @@ class Expansion:
         self._sweep_of = np.full(count, _FIXED, np.int64)
         self._unit_of = np.zeros(count, np.int64)
         self._first_of = np.arange(count)  # id of the corresponding storage in the first unit
+        self._units: list[Units] = []  # of each sweep
         self._born_in_units()
         spans = [(sweep.bounds[0], sweep.bounds[-1]) for sweep in self._sweeps]
         if any(start < event < end for event in run.emptied for start, end in spans):
@@ -340,9 +356,10 @@ class Expansion:
     def _born_in_units(self) -> None:
         run = self._run
         for number, sweep in enumerate(self._sweeps):
-            blocks = self._blocks(sweep)
-            first = blocks[0]
-            for unit, block in enumerate(blocks):
+            units = self._units_of(sweep)
+            self._units.append(units)
+            first = units.blocks[0]
+            for unit, block in enumerate(units.blocks):
                 same = len(block) == len(first) and np.array_equal(run.nbytes[block], run.nbytes[first])
                 if not same:
                     raise NotRepeatingError(f"middle units 0 and {unit} differ in sweep {number}")
@@ -352,10 +369,30 @@ class Expansion:
                 self._unit_of[mine] = unit
                 self._first_of[mine] = run.ids[first][born]
 
-    def _blocks(self, sweep: Sweep) -> list[Ints]:
-        """The event indices of each unit, sorted by unit number."""
+    def _units_of(self, sweep: Sweep) -> Units:
+        """The events of each unit. What only the first or the last one gives back, made before all layers, is apart.
+
+        The mask of the full attention in a model with few layers of it is given back within the unit that uses it last.
+        """
+        run, nbytes = self._run, self._run.nbytes
         ranges = zip(sweep.order, sweep.bounds, sweep.bounds[1:], strict=False)
-        return [np.arange(start, end) for _, start, end in sorted(ranges)]
+        blocks = [np.arange(start, end) for _, start, end in sorted(ranges)]
+        sizes = [len(block) for block in blocks]
+        longest = sizes.index(max(sizes))
+        if sizes.count(min(sizes)) != len(blocks) - 1 or longest not in (0, len(blocks) - 1):
+            return Units(blocks)
+        whole, other = blocks[longest], blocks[longest - 1]
+        here = run.ids[sweep.bounds[0] : sweep.bounds[-1]][nbytes[sweep.bounds[0] : sweep.bounds[-1]] > 0]
+        older = (self._sweep_of[run.ids[whole]] == _FIXED) & ~np.isin(run.ids[whole], here)
+        once: list[int] = []
+        for _ in range(len(whole) - len(other)):
+            rest = np.delete(whole, once)[: len(other)]
+            place = _first(nbytes[rest] != nbytes[other]) + len(once)
+            if not older[place]:
+                return Units(blocks)
+            once.append(place)
+        blocks[longest] = np.delete(whole, once)
+        return Units(blocks, longest, whole[once], np.asarray(once) - np.arange(len(once)))
 
     def _stack_of(self, ids: Ints) -> Ints:
         stacks = np.asarray([sweep.stack for sweep in self._sweeps] or [0], np.int64)
@@ -374,8 +411,8 @@ class Expansion:
 
     def _repeated(self, number: int, sweep: Sweep) -> tuple[Ints, Ints]:
         """Storage ids of a sweep's events at full depth, and the traced event behind each."""
-        stack, ids = self._stacks[sweep.stack], self._run.ids
-        blocks = self._blocks(sweep)
+        stack, ids, units = self._stacks[sweep.stack], self._run.ids, self._units[number]
+        blocks = units.blocks
         near, far = ids[blocks[0]], ids[blocks[-1]]
         inner, shift = self._inner(number, sweep, near, far)
         repetitions = np.arange(stack.units)[:, None]
@@ -385,7 +422,9 @@ class Expansion:
         events = np.broadcast_to(blocks[0], names.shape)
         if sweep.order[0]:
             names, events = names[::-1], events[::-1]
-        return names.reshape(-1), events.reshape(-1)
+        visited = 0 if sweep.order[0] == units.unit else stack.units - 1
+        places = visited * len(blocks[0]) + units.places
+        return np.insert(names, places, ids[units.once]), np.insert(events, places, units.once)
 
     def _inner(self, number: int, sweep: Sweep, near: Ints, far: Ints) -> tuple[Ints, Ints]:
         """For each event of an inner unit: the storage, and the distance in units to the unit that allocated it."""
@@ -435,6 +474,11 @@ class Expansion:
         marks = [Mark(name=m.name, event=_moved(m.event, places), stretch=_moved(m.stretch, moved)) for m in run.marks]
         repeats = [Repeat(_moved(r.start, moved), _moved(r.end, moved), r.times) for r in run.repeats]
         return replace(run, stretches=tuple(stretches), repeats=tuple(repeats), marks=tuple(marks))
+
+
+def _first(found: npt.NDArray[np.bool_]) -> int:
+    """The first place that is true, or the number of places."""
+    return int(found.argmax()) if found.any() else len(found)
 
 
 def _moved(place: int, places: list[tuple[int, int]]) -> int:

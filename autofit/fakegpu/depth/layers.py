@@ -55,6 +55,7 @@ class LayerRecorder:
         self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes from middle layers
         self._code = 0
         self._backward = False
+        self._looped = 0  # the layer whose tensor the last operation outside the layers had, if any had one since
         # {module in a layer: DATA code of that layer}. Weak: another module may get the address of one that is gone.
         self._owner: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._enter_hooks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
@@ -78,7 +79,7 @@ class LayerRecorder:
         if code != self._code:
             if self.clock is not None:
                 self.clock.cut()
-            self._code = code
+            self._code, self._looped = code, 0
         self._backward = backward
 
     def module_registered(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
@@ -174,12 +175,15 @@ class LayerRecorder:
         """Attribute the outputs of an operation outside the layers to the layer of its inputs."""
         if isinstance(out, torch.Tensor):
             self._inherit(out, args)
-        elif isinstance(out, (list, tuple)) and args and isinstance(args[0], (list, tuple)):
-            for made, source in zip(out, args[0], strict=False):
-                if isinstance(made, torch.Tensor) and isinstance(source, torch.Tensor) and not self.of(made):
-                    code = self.of(source)
-                    if code:
-                        self.give(made, code)
+        elif isinstance(out, (list, tuple)):
+            several = args[0] if args and isinstance(args[0], (list, tuple)) else None
+            for made, source in zip(out, several or (None,) * len(out), strict=False):
+                if not isinstance(made, torch.Tensor):
+                    continue
+                if several is None:
+                    self._inherit(made, args)
+                elif isinstance(source, torch.Tensor) and not self.of(made) and (code := self.of(source)):
+                    self.give(made, code)
 
     def _inherit(self, out: torch.Tensor, args: Sequence[object]) -> None:
         if self.of(out):
@@ -249,17 +253,18 @@ class LayerRecorder:
         if self._scale is not None:
             return 1.0, self._scale
         first = args[0] if args else None
-        if isinstance(first, torch.Tensor):
-            growth = self._growth(first)
+        if not isinstance(first, (list, tuple)):
+            codes = [code for argument in args if isinstance(argument, torch.Tensor) and (code := self.of(argument))]
+            if self._looped not in codes:  # a running sum over the layers may have the code of an earlier one
+                self._looped = max(codes, key=self.growth_of, default=self._looped)
+            growth = self.growth_of(self._looped)
             return growth, growth
-        if isinstance(first, (list, tuple)):
-            total = grown = 0.0
-            for tensor in first:
-                if isinstance(tensor, torch.Tensor):
-                    nbytes = tensor.numel() * tensor.element_size()
-                    total, grown = total + nbytes, grown + nbytes * self._growth(tensor)
-            return 1.0, grown / total if total else 1.0
-        return 1.0, 1.0
+        total = grown = 0.0
+        for tensor in first:
+            if isinstance(tensor, torch.Tensor):
+                nbytes = tensor.numel() * tensor.element_size()
+                total, grown = total + nbytes, grown + nbytes * self._growth(tensor)
+        return 1.0, grown / total if total else 1.0
 
     def growth_of(self, code: int) -> float:
         """How many tensors one of the layer `code` is at full depth."""
