@@ -193,6 +193,7 @@ class Unlimited:
 
     def __init__(self, log: EventLog, starts: Sequence[int] = (), *, settings: AllocatorSettings | None = None) -> None:
         self.log = log
+        self._replayed: dict[int, ReplayResult] = {}  # of each capacity that was tried
         self.phases: list[tuple[int, int]] = []  # peak allocated and reserved bytes; phase i starts at `starts[i]`
         self._checkpoints = [Checkpoint(index=0, allocator=CachingAllocator(settings=settings), blocks={})]
         now = self._checkpoints[0].resumed(UNLIMITED)
@@ -214,8 +215,10 @@ class Unlimited:
 
     def replay(self, capacity_bytes: int) -> ReplayResult:
         """Replay with that capacity, from the last checkpoint before the limit matters."""
-        same = [c for c in self._checkpoints if c.allocator.peak_reserved_bytes <= capacity_bytes]
-        return _go_on(self.log, same[-1].resumed(capacity_bytes))
+        if capacity_bytes not in self._replayed:
+            same = [c for c in self._checkpoints if c.allocator.peak_reserved_bytes <= capacity_bytes]
+            self._replayed[capacity_bytes] = _go_on(self.log, same[-1].resumed(capacity_bytes))
+        return self._replayed[capacity_bytes]
 
     def least_capacity(self, tolerance_bytes: int | None = None, *, first_bytes: int | None = None) -> int:
         """The smallest allocator capacity, to within `tolerance_bytes` above, at which the log runs through.

@@ -19,7 +19,7 @@ from torch import Tensor
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.rounds import LeftOut, with_rounds, without_marks
+from autofit.fakegpu.depth.rounds import LeftOut, RoundsDifferError, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.memory import HostMemory as HostTensors
@@ -69,7 +69,6 @@ class SimMemory:
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
         self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end, and whether one was left out
         self._shares_of: dict[int, dict[str, float]] = {}  # of what was left out after a mark, by phase
-        self.leaves_out = False  # whether any micro-batch was left out
         self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
         self._began: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}  # seconds of each part since the mark before the last one
@@ -93,7 +92,7 @@ class SimMemory:
         `pattern` is the number of layers after which the training treats them alike. With `follow_host` the tensors in
         the memory of the host are counted too.
         """
-        self._marks, self._steps, self._windows, self.leaves_out = [], [], [], False
+        self._marks, self._steps, self._windows = [], [], []
         self._traced_s, self._began, self._shares_of = {}, {}, {}
         with fake_gpu(
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
@@ -161,7 +160,6 @@ class SimMemory:
     def end_micro_batch(self, *, left_out: bool) -> None:
         """The last phase change is the end of a micro-batch of many that are alike, or of one that was left out."""
         self._windows.append((len(self._marks) - 1, left_out))
-        self.leaves_out |= left_out
         if left_out:
             self._add_traced(UPDATE, self._of_computed)
         else:
@@ -198,7 +196,7 @@ class SimMemory:
             places = list(row)
             before, marks = windows[places[0] - COMPUTED : places[0]], windows[places[0] : places[-1] + 1]
             if marks != list(range(before[-1] + 1, before[-1] + 1 + len(marks))):
-                raise NotRepeatingError("a phase begins where micro-batches are left out")
+                raise RoundsDifferError("a phase begins where micro-batches are left out")
             found.append(LeftOut((before[0], before[1], before[2]), marks[0], marks[-1]))
         return found
 

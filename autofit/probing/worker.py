@@ -209,15 +209,13 @@ def _simulated(
     request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, shallow: bool
 ) -> tuple[Run, Any]:
     """The run and what it says; with all its micro-batches where those that were left out cannot be repeated."""
-    from autofit.fakegpu.depth.stack import NotRepeatingError
+    from autofit.fakegpu.depth.rounds import RoundsDifferError
 
     for leaves_out in (Launch.of(request.values).is_plain, False):
         run = _train_on_card(request, memory, recorder, trainer, shallow=shallow, leaves_out=leaves_out)
         try:
             return run, memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
-        except NotRepeatingError as error:
-            if not memory.leaves_out:
-                raise
+        except RoundsDifferError as error:
             print(f"traced again with all micro-batches: {error}", flush=True)
     raise AssertionError
 

@@ -19,6 +19,10 @@ from autofit.fakegpu.depth.stack import NotRepeatingError
 from autofit.fakegpu.replay import Round
 
 
+class RoundsDifferError(NotRepeatingError):
+    """What was left out cannot be repeated: it has to be traced."""
+
+
 class LeftOut(NamedTuple):
     """Consecutive marks, each at the end of a stretch that was left out, and the three that bound the two before."""
 
@@ -28,11 +32,17 @@ class LeftOut(NamedTuple):
 
 
 def with_rounds(run: Run, left_out: Sequence[LeftOut]) -> Run:
-    """The run with stretches in place of what happened while they were left out. The number of marks stays."""
+    """The run with stretches in place of what happened while they were left out. The number of marks stays.
+
+    Raises RoundsDifferError.
+    """
     for group in left_out:
         run = _Repetition.of(run, group).run()
     if left_out:
-        check_storages(run)
+        try:
+            check_storages(run)
+        except NotRepeatingError as error:
+            raise RoundsDifferError(str(error)) from error
     return run
 
 
@@ -54,7 +64,7 @@ class _Repetition:
 
     @classmethod
     def of(cls, run: Run, group: LeftOut) -> _Repetition:
-        """Raises NotRepeatingError unless the two stretches before are alike, and leave nothing behind for long."""
+        """Raises RoundsDifferError unless the two stretches before are alike, and leave nothing behind for long."""
         before, start, end = (run.marks[number].event for number in group.bounds)
         over = run.marks[group.last].event
         ids, nbytes = run.ids, run.nbytes
@@ -69,10 +79,10 @@ class _Repetition:
                          (np.maximum(of_one, -1), np.maximum(back, -1)))  # -1: left behind by the stretch before
         )  # fmt: skip
         if not alike or run.streams or any(before < event < over for event in run.emptied):
-            raise NotRepeatingError("two neighbouring micro-batches are not alike")
+            raise RoundsDifferError("two neighbouring micro-batches are not alike")
         made = cls(run, group, start, end, over, back)
         if (back < start - end).any() or (back < 0).sum() != len(made._left_behind):
-            raise NotRepeatingError("micro-batches leave behind what the next does not give back")
+            raise RoundsDifferError("micro-batches leave behind what the next does not give back")
         return made
 
     @property
@@ -123,7 +133,7 @@ class _Repetition:
         if not np.isin(given, np.concatenate([taken, left])).all() or not np.array_equal(
             size_of[stays], size_of[left[gone]]
         ):
-            raise NotRepeatingError("what a micro-batch leaves behind is not known where some are left out")
+            raise RoundsDifferError("what a micro-batch leaves behind is not known where some are left out")
         last = self._base + (self._times - 1) * self._length + self._left_behind
         names = np.arange(self._base)
         names[left] = last
