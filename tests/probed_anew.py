@@ -32,12 +32,12 @@ def probed_anew(probe: Path, folder: Path, patched: Patched, server: ForkServer)
 
 def probe_again(argument: str) -> int:
     """In the child: the probe itself."""
+    from autofit.plugin import transformers_run
     from autofit.probing import simulated, worker
-    from autofit.trainers.grpo import RolloutRun
 
     request_path, patched = json.loads(argument)
     all_layers = mock.patch.object(simulated, "needs_all_layers", return_value=True)
-    all_micro_batches = mock.patch.object(RolloutRun, "rollout_every", 0)
+    all_micro_batches = mock.patch.object(transformers_run, "leave_out_repeated")
     with all_layers if patched == "all layers" else all_micro_batches:
         worker.run(request_path)
     return 0

@@ -120,6 +120,27 @@ def test_ranks_hold_to_the_byte_from_few_layers_what_they_hold_with_all(
     assert_same_host(few, every)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "trainer", "changes"),
+    [
+        ("fsdp2", "sft", {"gradient_checkpointing": True}),
+        *(pytest.param(sharding, trainer, changes, marks=pytest.mark.thorough) for sharding, trainer, changes in (
+            ("ddp", "dpo", {"use_peft": True}), ("fsdp1", "grpo", {}), ("fsdp2", "grpo", {"beta": 0.1}),
+        )),
+    ],
+)  # fmt: skip
+def test_micro_batches_that_are_left_out_change_nothing_on_a_rank(
+    tmp_path: Path, fork_server: ForkServer, sharding: Sharding, trainer: TrainerName, changes: dict[str, object]
+) -> None:
+    launch = Launch(ranks=4, sharding=sharding)
+    few = probe(tmp_path / "run", fork_server, launch, trainer=trainer, gradient_accumulation_steps=12, **changes)
+    whole = probed_anew(tmp_path / "run" / "probe", tmp_path / "run" / "all", "all micro-batches", fork_server)
+    assert (few.phases, few.categories, few.host) == (whole.phases, whole.categories, whole.host)
+    assert few.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert "all micro-batches" not in (tmp_path / "run" / "probe" / "probe.log").read_text()
+
+
 SCALARS = 4096  # bytes of single numbers on the host, some of which belong to no layer
 
 

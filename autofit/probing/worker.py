@@ -211,7 +211,8 @@ def _simulated(
     """The run and what it says; with all its micro-batches where those that were left out cannot be repeated."""
     from autofit.fakegpu.depth.rounds import RoundsDifferError
 
-    for leaves_out in (Launch.of(request.values).is_plain, False):
+    engine = Launch.of(request.values).sharding.startswith("zero")  # DeepSpeed's counts the micro-batches itself
+    for leaves_out in (not engine, False):
         run = _train_on_card(request, memory, recorder, trainer, shallow=shallow, leaves_out=leaves_out)
         try:
             return run, memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)

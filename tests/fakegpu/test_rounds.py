@@ -22,10 +22,13 @@ TRACED = (0, 1, 2, COUNT - 1)
 class Training:
     """Two steps of micro-batches: gradients stay, activations go, and the loss goes with the next micro-batch.
 
-    After each step the cache is emptied.
+    After each step the cache is emptied. `beside` has the micro-batches whose temporaries are of another stream.
     """
 
-    def __init__(self, *, left_out: Collection[int] = (), grows: bool = False, keeps: bool = False) -> None:
+    def __init__(
+        self, *, left_out: Collection[int] = (), grows: bool = False, keeps: bool = False, beside: Collection[int] = ()
+    ) -> None:
+        self.beside, self.streams = beside, dict[int, int]()
         self.ids: list[int] = []
         self.nbytes: list[int] = []
         self.live: dict[str, tuple[int, int]] = {}
@@ -83,6 +86,8 @@ class Training:
         self.loss()
         for layer in reversed(range(6)):
             self.take("temporary", 5 * MIB)
+            if at in self.beside:
+                self.streams[self.ids[-1]] = 1
             self.give(f"activation {layer}")
             self.give("temporary")
 
@@ -95,15 +100,18 @@ class Training:
         ids, nbytes = np.array(self.ids), np.array(self.nbytes)
         zeros = np.zeros(len(ids), np.int64)
         return Run(ids=ids, nbytes=nbytes, tags=zeros, categories=zeros, stretches=tuple(self.stretches),
-                   marks=tuple(self.marks), emptied=tuple(self.emptied))  # fmt: skip
+                   marks=tuple(self.marks), emptied=tuple(self.emptied), streams=self.streams)  # fmt: skip
 
 
 LEFT_OUT = set(range(COUNT)) - set(TRACED)
 
 
+@pytest.mark.parametrize("beside", [(), range(COUNT)], ids=["one stream", "two streams"])
 @pytest.mark.parametrize("settings", [AllocatorSettings(), AllocatorSettings(expandable_segments=True)])
-def test_the_repeated_run_is_the_run_in_which_all_was_traced(settings: AllocatorSettings) -> None:
-    full, short = Training(), Training(left_out=LEFT_OUT)
+def test_the_repeated_run_is_the_run_in_which_all_was_traced(
+    settings: AllocatorSettings, beside: Collection[int]
+) -> None:
+    full, short = Training(beside=beside), Training(left_out=LEFT_OUT, beside=beside)
     assert len(short.ids) < len(full.ids) / 5
     made = with_rounds(short.run, short.groups)
     np.testing.assert_array_equal(made.nbytes, full.run.nbytes)
@@ -135,8 +143,9 @@ def test_micro_batches_among_which_the_cache_is_emptied_are_not_repeated() -> No
         with_rounds(short.run, short.groups)
 
 
-@pytest.mark.parametrize("how", ["grows", "keeps"])
+@pytest.mark.parametrize("how", ["grows", "keeps", "beside"])
 def test_micro_batches_that_differ_or_leave_something_behind_are_not_repeated(how: str) -> None:
-    short = Training(left_out=LEFT_OUT, grows=how == "grows", keeps=how == "keeps")
+    beside = (TRACED[1],) if how == "beside" else ()
+    short = Training(left_out=LEFT_OUT, grows=how == "grows", keeps=how == "keeps", beside=beside)
     with pytest.raises(NotRepeatingError):
         with_rounds(short.run, short.groups)

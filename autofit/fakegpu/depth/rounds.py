@@ -78,7 +78,8 @@ class _Repetition:
             for a, b in ((nbytes[one], nbytes[two]), (run.categories[one], run.categories[two]),
                          (np.maximum(of_one, -1), np.maximum(back, -1)))  # -1: left behind by the stretch before
         )  # fmt: skip
-        if not alike or run.streams or any(before < event < over for event in run.emptied):
+        streams = [[run.streams.get(id_, 0) for id_ in ids[part].tolist()] for part in (one, two) if run.streams]
+        if not alike or streams[:1] != streams[1:] or any(before < event < over for event in run.emptied):
             raise RoundsDifferError("two neighbouring micro-batches are not alike")
         made = cls(run, group, start, end, over, back)
         if (back < start - end).any() or (back < 0).sum() != len(made._left_behind):
@@ -119,7 +120,14 @@ class _Repetition:
             whole, ids=np.concatenate([whole.ids[:end], copies.reshape(-1), tail]), nbytes=joined(whole.nbytes),
             tags=joined(whole.tags), categories=joined(whole.categories),
             rounds=(*whole.rounds, Round(end, self._length, self._times, self._base)),
+            streams={**whole.streams, **self._streams(copies)},
         ))  # fmt: skip
+
+    def _streams(self, copies: Ints) -> dict[int, int]:
+        """The stream of each storage of the stretches that were left out, where it is not the main one."""
+        streams, ids = self.whole.streams, self.whole.ids[self.start : self.end].tolist()
+        places = [place for place, id_ in enumerate(ids) if id_ in streams] if streams else []
+        return {int(copy): streams[ids[place]] for place in places for copy in copies[:, place]}
 
     def _renamed(self) -> Ints:
         """The number of each storage after the stretches that were left out: those left behind are the last one's."""
