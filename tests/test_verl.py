@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import tiny
 import yaml
+from probed_anew import probed_anew
 from rank_peaks import real_peaks
 
 from autofit.api.reading import source_of
@@ -27,8 +28,9 @@ from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, o
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
-from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
+from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source
@@ -637,6 +639,32 @@ def test_a_layered_weight_sync_gathers_the_adapters_alone(sharding: Sharding, tm
     else:
         assert more == 0
     assert layered.peaks["update"] == pytest.approx(whole.peaks["update"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sync", [{}, pytest.param({"layered_summon": True, "load_format": "safetensors"}, marks=pytest.mark.thorough)]
+)
+def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of_all(
+    sync: dict[str, object], tmp_path: Path, fork_server: ForkServer
+) -> None:
+    (tmp_path / "model").mkdir()
+    path = tiny.write_model(tmp_path / "model", hidden=256, layers=8)
+    worst_case = WorstCase(path=worst_case_path(tmp_path))
+    values = values_of(path, lora_rank=4, param_offload=True, **sync)
+    TRAINER.inspect(values, Inspection(device="sim:h100", worst_case=worst_case, ranks=8))
+    launch = Launch(ranks=8, sharding="fsdp1")
+    request = ProbeRequest(
+        folder=tmp_path / "probe", trainer="verl", values={**values, LAUNCH: launch.to_values()}, device="sim:h100",
+        limit_bytes=None, worst_case=worst_case.path, server_socket=fork_server.socket_path, cwd=tmp_path,
+    )  # fmt: skip
+    few = Launcher().run(request)
+    log = request.log_path.read_text()
+    assert "traced again in pairs of layers" in log
+    assert "all layers" not in log
+    every = probed_anew(tmp_path / "probe", tmp_path / "deep", "all layers", fork_server)
+    assert few.phases == every.phases
+    assert few.phase_s == pytest.approx(every.phase_s, rel=0.005)  # less the launches for Adam's counters
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])
