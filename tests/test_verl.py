@@ -24,7 +24,7 @@ from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.verl_settings import Settings
-from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words
+from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
@@ -88,6 +88,38 @@ def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_pa
     assert values["launch"]["ranks"] == 8  # type: ignore[index]
     assert values["launch"]["sharding"] == "fsdp1"  # type: ignore[index]
     TRAINER.parse({key: value for key, value in values.items() if key != "launch"})  # knows all of them
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        (f"{ROLLOUT}.gpu_memory_utilisation", f"{ROLLOUT}.gpu_memory_utilization"),
+        (f"{ACTOR}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization"),  # of another part
+        (f"{ACTOR}.fsdp_config.optimiser_offload", f"{ACTOR}.fsdp_config.optimizer_offload"),
+        ("trainer.wandb_colour", None),
+        (f"+{ACTOR}.my_own", ""),
+        (f"{ROLLOUT}.engine_kwargs.vllm.block_size", ""),
+        (f"{FSDP}.use_no_sync_for_gradient_accumulation", ""),  # newer than the table
+    ],
+)
+def test_a_change_of_a_key_that_verl_does_not_have_is_refused_with_the_nearest(
+    key: str, near: str | None, tmp_path: Path
+) -> None:
+    """With --set it was taken, written into the script and without effect."""
+    path = tmp_path / "run.sh"
+    path.write_text(script(QWEN))
+    if near == "":
+        changed(source_of(path), {key: 1})
+        return
+    message = f"verl has no key {key}, and hydra refuses it at the start" + (f"; write {near}" if near else "")
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}$"):
+        changed(source_of(path), {key: 1})
+
+
+def test_an_override_of_what_is_not_in_verls_config_is_written_with_the_plus_that_hydra_wants() -> None:
+    foreign = verl_recipe.recipe(QWEN)
+    said = verl_recipe.say(foreign, {"param_dtype": "bf16", "param_offload": True})
+    assert said == {f"++{FSDP}.mixed_precision.param_dtype": "bf16", f"{FSDP}.param_offload": True}
 
 
 def test_a_key_of_the_batch_with_a_letter_wrong_is_named_and_its_default_stands_for_nothing(tmp_path: Path) -> None:
