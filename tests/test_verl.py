@@ -20,6 +20,8 @@ from autofit.api.reading import source_of
 from autofit.api.verl import Export, export_of, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.vllm import adapter_bytes
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_log import VerlLog, read_log
@@ -675,7 +677,12 @@ def test_a_layered_weight_sync_gathers_the_adapters_alone(sharding: Sharding, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sync", [{}, pytest.param({"layered_summon": True, "load_format": "safetensors"}, marks=pytest.mark.thorough)]
+    "sync",
+    [
+        {},
+        pytest.param({"layered_summon": True, "load_format": "safetensors"}, marks=pytest.mark.thorough),
+        pytest.param({"lora_merge": True}, marks=pytest.mark.thorough),
+    ],
 )
 def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of_all(
     sync: dict[str, object], tmp_path: Path, fork_server: ForkServer
@@ -697,6 +704,31 @@ def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of
     every = probed_anew(tmp_path / "probe", tmp_path / "deep", "all layers", fork_server)
     assert few.phases == every.phases
     assert few.phase_s == pytest.approx(every.phase_s, rel=0.005)  # less the launches for Adam's counters
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_merged_adapters_are_sent_as_whole_weights_and_the_engine_has_none(sharding: Sharding, tmp_path: Path) -> None:
+    """verl's model.lora.merge, which was read by nothing: adapters were sent and served."""
+    (tmp_path / "model").mkdir()
+    large = tiny.write_model(tmp_path / "model", hidden=256, layers=3)
+    changes = {"lora_rank": 4, "reference": False, "use_kl_loss": False, "load_format": "safetensors"}
+    served = simulated(large, tmp_path, sharding, **changes, layered_summon=True)
+    merged = simulated(large, tmp_path, sharding, **changes, lora_merge=True)
+    weights = 4 * _parameters(large)  # float32, which FSDP1 gathers to merge
+    if sharding == "fsdp1":
+        assert merged.peaks["sync"] > served.peaks["sync"] + 0.7 * weights
+    assert merged.peaks["update"] == pytest.approx(served.peaks["update"], rel=1e-3)
+
+
+def test_an_adapters_buffers_are_a_part_of_vllms_weights() -> None:
+    """Qwen2.5-7B, rank 20: buffers of 32, two bytes each; a product's inputs and outputs beside them."""
+    decoder = Decoder(hidden=3584, layers=28, heads=28, key_heads=4, head_dim=128, intermediate=18944, vocab=152064)
+    attention = 3 * 3584 + (3584 + 2 * 512) + 3584 + 3584
+    mlp = 2 * (3584 + 18944) + 18944 + 3584
+    assert adapter_bytes(decoder, rank=20, ranks=1) == 2 * 32 * 28 * (attention + mlp)
+    assert adapter_bytes(decoder, rank=0, ranks=1) == 0
+    parts = 3 * 3584 + (3584 + 2 * 512) // 2 + 3584 // 2 + 3584, 2 * (3584 + 18944 // 2) + 18944 // 2 + 3584
+    assert adapter_bytes(decoder, rank=32, ranks=2) == 2 * 32 * 28 * sum(parts)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])

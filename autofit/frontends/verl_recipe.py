@@ -334,7 +334,7 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     adapters = config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank")
     if str(config.said.get(f"{R}.name")) == SGLANG:
         yield _SGLANG
-    elif adapters:
+    elif adapters and not config.is_on(f"{M}.lora.merge"):
         yield _LEVEL_1
     yield _RAY
     optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]
