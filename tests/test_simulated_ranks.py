@@ -29,7 +29,8 @@ def probe(
     folder.mkdir()
     model = tiny.write_model(folder / "model")
     (model / "model.safetensors").unlink()  # a config is enough
-    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **SIZES}))
+    sizes = {**SIZES, "num_hidden_layers": changes.pop("layers", SIZES["num_hidden_layers"])}
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **sizes}))
     changes = {"dtype": "bfloat16", "use_peft": False, **changes}
     write = tiny.write_recipe if trainer == "grpo" else lambda *a, **k: tiny.write_offline_recipe(trainer, *a, **k)
     path = write(folder, model, **changes)
@@ -139,6 +140,21 @@ def test_micro_batches_that_are_left_out_change_nothing_on_a_rank(
     assert (few.phases, few.categories, few.host) == (whole.phases, whole.categories, whole.host)
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-9)
     assert "all micro-batches" not in (tmp_path / "run" / "probe" / "probe.log").read_text()
+
+
+@pytest.mark.thorough  # CI has it of verl's worker
+def test_adapters_under_fsdp1_are_traced_in_pairs_of_layers(tmp_path: Path, fork_server: ForkServer) -> None:
+    launch = Launch(ranks=8, sharding="fsdp1")
+    few = probe(
+        tmp_path / "run", fork_server, launch, layers=8, use_peft=True, bf16=True,
+        lora_target_modules=["q_proj", "v_proj"],
+    )  # fmt: skip
+    log = (tmp_path / "run" / "probe" / "probe.log").read_text()
+    assert "in pairs of layers" in log
+    assert "all layers" not in log
+    every = with_all_layers(tmp_path / "run", fork_server)
+    assert few.phases == every.phases
+    assert few.step_s[0] == pytest.approx(every.step_s[0], rel=0.005)
 
 
 SCALARS = 4096  # bytes of single numbers on the host, some of which belong to no layer

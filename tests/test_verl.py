@@ -13,22 +13,26 @@ from unittest import mock
 import pytest
 import tiny
 import yaml
+from probed_anew import probed_anew
 from rank_peaks import real_peaks
 
 from autofit.api.reading import source_of
 from autofit.api.verl import Export, export_of, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.vllm import adapter_bytes
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.verl_settings import Settings
-from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words
+from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
-from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
+from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source
@@ -86,6 +90,38 @@ def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_pa
     assert values["launch"]["ranks"] == 8  # type: ignore[index]
     assert values["launch"]["sharding"] == "fsdp1"  # type: ignore[index]
     TRAINER.parse({key: value for key, value in values.items() if key != "launch"})  # knows all of them
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        (f"{ROLLOUT}.gpu_memory_utilisation", f"{ROLLOUT}.gpu_memory_utilization"),
+        (f"{ACTOR}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization"),  # of another part
+        (f"{ACTOR}.fsdp_config.optimiser_offload", f"{ACTOR}.fsdp_config.optimizer_offload"),
+        ("trainer.wandb_colour", None),
+        (f"+{ACTOR}.my_own", ""),
+        (f"{ROLLOUT}.engine_kwargs.vllm.block_size", ""),
+        (f"{FSDP}.use_no_sync_for_gradient_accumulation", ""),  # newer than the table
+    ],
+)
+def test_a_change_of_a_key_that_verl_does_not_have_is_refused_with_the_nearest(
+    key: str, near: str | None, tmp_path: Path
+) -> None:
+    """With --set it was taken, written into the script and without effect."""
+    path = tmp_path / "run.sh"
+    path.write_text(script(QWEN))
+    if near == "":
+        changed(source_of(path), {key: 1})
+        return
+    message = f"verl has no key {key}, and hydra refuses it at the start" + (f"; write {near}" if near else "")
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}$"):
+        changed(source_of(path), {key: 1})
+
+
+def test_an_override_of_what_is_not_in_verls_config_is_written_with_the_plus_that_hydra_wants() -> None:
+    foreign = verl_recipe.recipe(QWEN)
+    said = verl_recipe.say(foreign, {"param_dtype": "bf16", "param_offload": True})
+    assert said == {f"++{FSDP}.mixed_precision.param_dtype": "bf16", f"{FSDP}.param_offload": True}
 
 
 def test_a_key_of_the_batch_with_a_letter_wrong_is_named_and_its_default_stands_for_nothing(tmp_path: Path) -> None:
@@ -637,6 +673,62 @@ def test_a_layered_weight_sync_gathers_the_adapters_alone(sharding: Sharding, tm
     else:
         assert more == 0
     assert layered.peaks["update"] == pytest.approx(whole.peaks["update"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {},
+        pytest.param({"layered_summon": True, "load_format": "safetensors"}, marks=pytest.mark.thorough),
+        pytest.param({"lora_merge": True}, marks=pytest.mark.thorough),
+    ],
+)
+def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of_all(
+    sync: dict[str, object], tmp_path: Path, fork_server: ForkServer
+) -> None:
+    (tmp_path / "model").mkdir()
+    path = tiny.write_model(tmp_path / "model", hidden=256, layers=8)
+    worst_case = WorstCase(path=worst_case_path(tmp_path))
+    values = values_of(path, lora_rank=4, param_offload=True, **sync)
+    TRAINER.inspect(values, Inspection(device="sim:h100", worst_case=worst_case, ranks=8))
+    launch = Launch(ranks=8, sharding="fsdp1")
+    request = ProbeRequest(
+        folder=tmp_path / "probe", trainer="verl", values={**values, LAUNCH: launch.to_values()}, device="sim:h100",
+        limit_bytes=None, worst_case=worst_case.path, server_socket=fork_server.socket_path, cwd=tmp_path,
+    )  # fmt: skip
+    few = Launcher().run(request)
+    log = request.log_path.read_text()
+    assert "traced again in pairs of layers" in log
+    assert "all layers" not in log
+    every = probed_anew(tmp_path / "probe", tmp_path / "deep", "all layers", fork_server)
+    assert few.phases == every.phases
+    assert few.phase_s == pytest.approx(every.phase_s, rel=0.005)  # less the launches for Adam's counters
+
+
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_merged_adapters_are_sent_as_whole_weights_and_the_engine_has_none(sharding: Sharding, tmp_path: Path) -> None:
+    """verl's model.lora.merge, which was read by nothing: adapters were sent and served."""
+    (tmp_path / "model").mkdir()
+    large = tiny.write_model(tmp_path / "model", hidden=256, layers=3)
+    changes = {"lora_rank": 4, "reference": False, "use_kl_loss": False, "load_format": "safetensors"}
+    served = simulated(large, tmp_path, sharding, **changes, layered_summon=True)
+    merged = simulated(large, tmp_path, sharding, **changes, lora_merge=True)
+    weights = 4 * _parameters(large)  # float32, which FSDP1 gathers to merge
+    if sharding == "fsdp1":
+        assert merged.peaks["sync"] > served.peaks["sync"] + 0.7 * weights
+    assert merged.peaks["update"] == pytest.approx(served.peaks["update"], rel=1e-3)
+
+
+def test_an_adapters_buffers_are_a_part_of_vllms_weights() -> None:
+    """Qwen2.5-7B, rank 20: buffers of 32, two bytes each; a product's inputs and outputs beside them."""
+    decoder = Decoder(hidden=3584, layers=28, heads=28, key_heads=4, head_dim=128, intermediate=18944, vocab=152064)
+    attention = 3 * 3584 + (3584 + 2 * 512) + 3584 + 3584
+    mlp = 2 * (3584 + 18944) + 18944 + 3584
+    assert adapter_bytes(decoder, rank=20, ranks=1) == 2 * 32 * 28 * (attention + mlp)
+    assert adapter_bytes(decoder, rank=0, ranks=1) == 0
+    parts = 3 * 3584 + (3584 + 2 * 512) // 2 + 3584 // 2 + 3584, 2 * (3584 + 18944 // 2) + 18944 // 2 + 3584
+    assert adapter_bytes(decoder, rank=32, ranks=2) == 2 * 32 * 28 * sum(parts)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from autofit.errors import ConfigError, option
 from autofit.fakegpu.depth.stack import full_config, text_config
 from autofit.fakegpu.engines.forward import Decoder
-from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.engines.vllm import VllmEngine, adapter_bytes
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.ranks import nccl_bytes
@@ -93,7 +93,8 @@ class VerlLoop(Loop):
         if settings.param_offload:
             self.actor.offload_model()
         self._critic = Critic(settings, critic, setup.device) if settings.critic else None
-        self._base_is_there = not settings.lora_rank or "dummy" not in settings.load_format
+        self._sends_adapters = bool(settings.lora_rank) and not settings.lora_merge
+        self._base_is_there = not self._sends_adapters or "dummy" not in settings.load_format
         self._engine = None if law is None else _started(law, actor)
         self._sleep()
 
@@ -109,13 +110,15 @@ class VerlLoop(Loop):
             return None
         config = full_config(text_config(inner(model).config))
         tensor, by_sglang = settings.tensor_model_parallel_size, settings.rollout_name == SGLANG
+        decoder, adapters = Decoder.of(config), 0 if settings.lora_merge else settings.lora_rank
+        served = weights_bytes(inner(model)) // tensor + adapter_bytes(decoder, rank=adapters, ranks=tensor)
         return VllmEngine(
-            spec=gpu.spec, costs=gpu.clock.costs, decoder=Decoder.of(config),
-            weights_bytes=weights_bytes(inner(model)) // tensor, utilization=settings.gpu_memory_utilization,
+            spec=gpu.spec, costs=gpu.clock.costs, decoder=decoder, weights_bytes=served,
+            utilization=settings.gpu_memory_utilization,
             longest=int(settings.max_model_len or getattr(config, "max_position_embeddings", None) or settings.tokens),
             most_sequences=settings.max_num_seqs, ranks=tensor, batched_tokens=settings.max_num_batched_tokens,
-            eager=settings.enforce_eager, sleeps=settings.free_cache_engine, lora_rank=settings.lora_rank,
-            static_share=by_sglang, keeps_weights=by_sglang and bool(settings.lora_rank),
+            eager=settings.enforce_eager, sleeps=settings.free_cache_engine, lora_rank=adapters,
+            static_share=by_sglang, keeps_weights=by_sglang and bool(adapters),
         )  # fmt: skip
 
     def _sleep(self) -> None:
@@ -142,16 +145,19 @@ class VerlLoop(Loop):
 
     @torch.no_grad()
     def _send_weights(self, engine: FakeEngine) -> None:
-        """One whole tensor after another, through a buffer that both processes have; with LoRA the adapters alone."""
+        """One whole tensor after another, through a buffer that both processes have; of LoRA the adapters alone.
+
+        With `lora_merge` they are of the weights with the adapters in them.
+        """
         settings, actor = self._settings, self.actor
-        if settings.lora_rank:
+        if self._sends_adapters:
             actor.send_adapters_by_layer() if settings.layered_summon else actor.send_adapters()
         if not self._base_is_there:
             actor.send_base()
             self._base_is_there = True
         bucket = torch.empty(settings.update_weights_bucket_megabytes << 20, dtype=torch.uint8, device=self._device)
-        if not settings.lora_rank:
-            engine.load_weights(actor.whole_weights())
+        if not self._sends_adapters:
+            engine.load_weights(actor.merged_weights() if settings.lora_rank else actor.whole_weights())
         del bucket
 
     def _generate(self) -> None:

@@ -226,12 +226,33 @@ class Engine:
         found: AbstractContextManager[Any] = self._peft().disable_adapter()
         return found
 
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same with the adapters merged into the weights, of which the host has a copy until they are restored.
+
+        merged_lora_context; FSDP1 gathers the whole model to merge.
+        """
+        from peft.tuners.lora import LoraLayer
+
+        adapters = [module for module in self.module.modules() if isinstance(module, LoraLayer)]
+        ours = [(n, p) for n, p in self.module.named_parameters() if self.version == 1 or "lora" not in n]
+        kept = {name: parameter.data.clone().cpu() for name, parameter in ours}
+        with self._whole(writeback=True):
+            for adapter in adapters:
+                adapter.merge()
+        for name, whole in self.whole_weights(without="lora_"):
+            yield name, whole.to(torch.bfloat16)
+        for name, parameter in ours:
+            parameter.data.copy_(kept[name].to(parameter.device))
+        for adapter in adapters:
+            adapter.merged_adapters = []
+
+    def whole_weights(self, *, without: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of what is given to the rollout engine, a tensor at a time."""
-        if self.version == 1:
-            yield from self._whole_of_flat()
-            return
-        for name, parameter in self.module.state_dict().items():
+        with self._sharded():
+            state = self.module.state_dict()
+        for name, parameter in state.items():
+            if without is not None and without in name:
+                continue
             on_card = parameter.to(self.device, non_blocking=True)
             yield name, on_card.full_tensor() if isinstance(on_card, DTensor) else on_card
 
@@ -259,11 +280,13 @@ class Engine:
     def _peft(self) -> Any:
         return getattr(self.module, "_fsdp_wrapped_module", self.module)
 
-    def _whole(self) -> AbstractContextManager[Any]:
-        """Context in which each rank has all weights of FSDP1's model."""
+    def _whole(self, *, writeback: bool = False) -> AbstractContextManager[Any]:
+        """Context in which each rank has all weights of FSDP1's model; with `writeback` its share is kept of them."""
         if self.version == 2:
             return nullcontext()
-        found: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(self.module, writeback=False)
+        found: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+            self.module, writeback=writeback
+        )
         return found
 
     def send_adapters_by_layer(self) -> None:
@@ -292,12 +315,6 @@ class Engine:
         kind, settings = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig()
         found: AbstractContextManager[Any] = FullyShardedDataParallel.state_dict_type(self.module, kind, settings)
         return found
-
-    def _whole_of_flat(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._sharded():
-            state = self.module.state_dict()
-        for name, parameter in state.items():
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     # ------------------------------------------------------------------ computing
     def log_probs(self, batch: dict[str, torch.Tensor], *, entropy: bool, training: bool) -> dict[str, torch.Tensor]:

@@ -364,6 +364,11 @@ class HostMemory:
         if number is not None:
             self.owners[number] = layer
 
+    def layer_of(self, tensor: torch.Tensor) -> int:
+        """The layer of the storage of a tensor; 0 if it is none of these, or of no layer."""
+        number = self._live.get(tensor.untyped_storage()._cdata)
+        return 0 if number is None else self.owners[number]
+
     def pin(self, tensor: torch.Tensor) -> None:
         """Note that the storage of a tensor is pinned, which was made by an operation that does not say so."""
         self.pinned[self._live[tensor.untyped_storage()._cdata]] = True

@@ -11,7 +11,6 @@ from typing import cast
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.draft import Draft, number
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.tools import VERL
 from autofit.frontends.verl import (
     DEFAULTS,
     MODEL_PATH,
@@ -25,6 +24,7 @@ from autofit.frontends.verl import (
     sequence_parallel,
     typos,
 )
+from autofit.frontends.verl_keys import is_in_config
 from autofit.frontends.verl_rules import critic_values, has_critic
 from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R
 from autofit.recipe import catalogue
@@ -202,20 +202,7 @@ def _references(config: VerlConfig) -> bool:
 # -- back in verl's own keys -------------------------------------------------------------------------------------------
 
 # {key of the recipe: verl's} of those that verl derives from its batch
-_PARTS = ("data", "reward", "custom_reward_function", "ray_kwargs", "global_profiler", "transfer_queue")
 _FOLLOW = ("gradient_accumulation_steps", "steps_per_generation")
-_ABSENT = f"{M}.override_config."  # keys below it are not in verl's config, which hydra must be told
-
-
-def is_key(key: str) -> bool:
-    """Whether a key is one of a config of verl: a dotted path below one of its parts."""
-    head, dot, _ = key.lstrip("+").partition(".")
-    return bool(dot) and head in (*VERL.needs, *VERL.own, *_PARTS)
-
-
-def misspelt(key: str) -> str | None:
-    """What is wrong with a path that is nearly one of the batch's keys."""
-    return next(iter(typos(VerlConfig.of({key: 1}))), None) if is_key(key) else None
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
@@ -225,7 +212,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     if unshared := next(_attending_alone({**foreign.values, **changes}), None):
         raise ConfigError(unshared)
     own = {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
-    return {f"++{path}" if path.startswith(_ABSENT) else path: value for path, value in own.items()}
+    # of a key that is not in verl's config hydra must be told
+    return {path if is_in_config(path) else f"++{path}": value for path, value in own.items()}
 
 
 # -- what is not simulated --------------------------------------------------------------------------------------------
@@ -346,7 +334,7 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     adapters = config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank")
     if str(config.said.get(f"{R}.name")) == SGLANG:
         yield _SGLANG
-    elif adapters:
+    elif adapters and not config.is_on(f"{M}.lora.merge"):
         yield _LEVEL_1
     yield _RAY
     optimizer = [str(config.said.get(f"{A}.optim.{key}") or usual) for key, usual in _OPTIMIZER.items()]

@@ -71,6 +71,7 @@ class Settings:
     enable_gradient_checkpointing: bool = _key(f"{M}.enable_gradient_checkpointing", True)
     lora_rank: int = _key(f"{M}.lora_rank", like=f"{M}.lora.rank")
     lora_alpha: int = _key(f"{M}.lora_alpha", 16)
+    lora_merge: bool = _key(f"{M}.lora.merge", False)  # the rollout engine has merged weights, and no adapters
     target_modules: str | list[str] = field(
         default="all-linear", metadata={"key": Key(f"{M}.target_modules", "all-linear")}
     )

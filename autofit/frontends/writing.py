@@ -17,7 +17,7 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, UnknownKeyError, quoted
-from autofit.frontends import axolotl, llama_factory, ms_swift, verl_recipe
+from autofit.frontends import axolotl, llama_factory, ms_swift, verl_keys, verl_recipe
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign, summary
 from autofit.frontends.reading import SCRIPTS, read, read_script, read_values
@@ -132,9 +132,11 @@ def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[
     """Whether the tool of the file knows `key`; what it says of one that it does not stands in `unknown`."""
     path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
     if source.foreign["tool"] == VERL.name:
-        if said := verl_recipe.misspelt(key):
+        if not verl_keys.is_part(key):
+            return False
+        if said := verl_keys.unknown(key):
             raise ConfigError(f"{source.what}, read as a file of {VERL.name}: {said}")
-        return verl_recipe.is_key(key)
+        return True
     try:
         foreign = read(path, text=_edited(source, {key: changes[key]}), ranks=ranks)
     except UnknownKeyError as error:

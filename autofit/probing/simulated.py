@@ -86,10 +86,10 @@ class SimMemory:
         return None
 
     @contextmanager
-    def card(self, *, shallow: bool, pattern: int = 1, follow_host: bool = False) -> Iterator[None]:
-        """A fresh card; with `shallow`, models made inside have only the layers needed to show the pattern.
+    def card(self, *, pattern: int | None, follow_host: bool = False) -> Iterator[None]:
+        """A fresh card; with a `pattern`, models made inside have only the layers needed to show it.
 
-        `pattern` is the number of layers after which the training treats them alike. With `follow_host` the tensors in
+        That is the number of layers after which the training treats them alike. With `follow_host` the tensors in
         the memory of the host are counted too.
         """
         self._marks, self._steps, self._windows = [], [], []
@@ -100,7 +100,7 @@ class SimMemory:
             self._gpu = gpu
             self._host_tensors = gpu.follow_host() if follow_host else None
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
-            with shallow_models(pattern=pattern) if shallow else nullcontext():
+            with nullcontext() if pattern is None else shallow_models(pattern=pattern):
                 yield
 
     def host_has_loaded(self) -> None:

@@ -192,28 +192,41 @@ def _train_simulated(
     A simulated card keeps no values, so the probe does not save or resume. It runs with few layers first, and again
     with all layers if the few cannot represent them.
     """
-    from autofit.probing.simulated import SimMemory, needs_all_layers
+    from autofit.fakegpu.depth.stack import LongerPatternError
+    from autofit.probing.simulated import SimMemory, layers_alike, needs_all_layers
 
     assert isinstance(memory, SimMemory)
     memory.least_of_fits = request.least_of_fits
-    try:
-        run, simulation = _simulated(request, memory, recorder, trainer, shallow=not needs_all_layers(request.values))
-    except Exception as error:  # NotRepeatingError, or a model that fails with few layers: the deep run decides
-        print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)  # into the probe's log
-        run, simulation = _simulated(request, memory, recorder, trainer, shallow=False)
+    _, values = split(request.values)
+    pattern = None if needs_all_layers(request.values) else layers_alike(values)
+    while True:
+        try:
+            run, simulation = _simulated(request, memory, recorder, trainer, pattern=pattern)
+            break
+        except LongerPatternError as error:
+            pattern = 2
+            print(f"traced again in pairs of layers: {error}", flush=True)  # into the probe's log
+        except Exception as error:  # NotRepeatingError, or a model that fails with few layers: the deep run decides
+            if pattern is None:
+                raise
+            pattern = None
+            print(f"traced again with all layers: {type(error).__name__}: {error}", flush=True)
     recorder.peaks[:] = simulation.peaks
     return run, simulation
 
 
 def _simulated(
-    request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, shallow: bool
+    request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, pattern: int | None
 ) -> tuple[Run, Any]:
-    """The run and what it says; with all its micro-batches where those that were left out cannot be repeated."""
+    """The run and what it says; with all its micro-batches where those that were left out cannot be repeated.
+
+    With a `pattern` models have few layers, which are alike after so many; with None they have all.
+    """
     from autofit.fakegpu.depth.rounds import RoundsDifferError
 
     engine = Launch.of(request.values).sharding.startswith("zero")  # DeepSpeed's counts the micro-batches itself
     for leaves_out in (not engine, False):
-        run = _train_on_card(request, memory, recorder, trainer, shallow=shallow, leaves_out=leaves_out)
+        run = _train_on_card(request, memory, recorder, trainer, pattern=pattern, leaves_out=leaves_out)
         try:
             return run, memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
         except RoundsDifferError as error:
@@ -222,15 +235,16 @@ def _simulated(
 
 
 def _train_on_card(
-    request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, shallow: bool, leaves_out: bool
-) -> Run:
+    request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, pattern: int | None,
+    leaves_out: bool,
+) -> Run:  # fmt: skip
     from autofit.plugin.ranks import simulated_rank
-    from autofit.probing.simulated import layers_alike, loaded_bytes
+    from autofit.probing.simulated import loaded_bytes
 
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
     gc.collect()  # collections come at the same moments in every probe, whatever this process or its parent did before
     launch, values = split(request.values)
-    card = memory.card(shallow=shallow, pattern=layers_alike(values), follow_host=not launch.is_plain)
+    card = memory.card(pattern=pattern, follow_host=not launch.is_plain)
     with simulated_rank(launch, memory.rank, device=request.device), card:
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))

@@ -2,9 +2,9 @@
 
 Run: python experiments/verl_boundaries/run.py [NUMBER ...], the rows of rows.yaml by number from 1, all by default. It
 keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS STEPS` runs so
-many steps of a row through the simulated allocator, at the model's own depth and with the card's capacity, each with
-lengths of its own, and keeps whether they fit: what torch has cached in pieces that do not fit is of the allocator, and
-no estimate knows it.
+many steps of a row through the simulated allocator with the card's capacity, each with lengths of its own, and keeps
+whether they fit: what torch has cached in pieces that do not fit is of the allocator, and no estimate knows it. They
+are traced from pairs of layers, expanded to the model's own depth, and replayed.
 
 The runs were of verl 0.4 (commit 49b08e95), whose worker differs from that of 0.9, which the trainer `verl` has. What
 differs is played here as 0.4 has it, read in its source:
@@ -12,8 +12,10 @@ differs is played here as 0.4 has it, read in its source:
 - logits are divided by the temperature in place, on a view (workers/actor/dp_actor.py, line 141);
 - gradients are reduced after each micro-batch;
 - vLLM works in the trainer's process, so there is one context on the card, and expandable segments are off, which
-  vLLM's allocator refuses (vllm/device_allocator/cumem.py). Its cards have a communicator beside the trainer's, which
-  sums a tensor when it is made (vllm/distributed/device_communicators/pynccl.py) and stays while vLLM sleeps.
+  vLLM's allocator refuses (vllm/device_allocator/cumem.py). Its cards have two communicators beside the trainer's: one
+  that sums a tensor when it is made (vllm/distributed/device_communicators/pynccl.py), and torch's own of the same
+  ranks, by which verl gathers the prompts (fsdp_vllm.py, preprocess_data). Both stay while vLLM sleeps.
+- the tokens of a batch are not summed over the ranks with other samples, whose group has no buffers then.
 
 Samples are packed at their true lengths, of which the author's logs of the same models on the same data say the mean,
 the least and the most. Micro-batches of so many samples differ as draws from a normal distribution do, whose standard
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +40,10 @@ import torch
 import yaml
 
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.depth.expand import Mark, expanded
+from autofit.fakegpu.depth.stack import shallow_models
 from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.replay import replay as replayed_log
 from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import verl_recipe
 from autofit.frontends.verl_settings import Settings
@@ -57,6 +62,7 @@ CARD = "h100"
 RANGE = 5.8  # standard deviations between the least and the most of 320 normal draws
 STEP = 12  # tokens of which a micro-batch is a multiple here; how it is cut into samples has no bytes
 LAYERS = (2, 4)  # of the simulated models
+_OF_VLLM = 2  # communicators over its cards
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -135,7 +141,7 @@ def as_of_0_4(steps: Sequence[Sequence[int]]) -> Iterator[None]:
     left = iter(steps)
 
     def in_the_process(law: Any, model: torch.nn.Module) -> Any:
-        beside = nccl_bytes(law.spec, law.ranks)
+        beside = _OF_VLLM * nccl_bytes(law.spec, law.ranks)
         return trainer.FakeEngine(trainer.active_gpu(), trainer.inner(model), law, process_bytes=beside)
 
     def split(self: Settings, samples: int, **_: object) -> list[int]:
@@ -147,45 +153,58 @@ def as_of_0_4(steps: Sequence[Sequence[int]]) -> Iterator[None]:
     with (
         mock.patch.object(verl_engine.Engine, "_own_log_probs", divided_in_place),
         mock.patch.object(trainer, "_started", in_the_process), mock.patch.object(trainer, "marked_last", each),
-        mock.patch.object(Settings, "split", split),
+        mock.patch.object(Settings, "split", split), mock.patch.object(verl_engine.Engine, "count"),
     ):  # fmt: skip
         yield
 
 
-def measured(row: Mapping[str, Any], steps: Sequence[list[int]], *, layers: int | None, capped: bool) -> dict[str, Any]:
-    """The phases of steps whose micro-batches have so many tokens: GiB allocated and reserved, and whether they fit."""
-    counts = steps[0]
-    prompts = -(-sum(counts) // (len(counts) * STEP * row["sharers"]))
-    began = time.monotonic()
+def measured(row: Mapping[str, Any], steps: Sequence[list[int]], *, layers: int) -> dict[str, Any]:
+    """GiB allocated and reserved of each phase of steps whose micro-batches have so many tokens, of few layers."""
     with tempfile.TemporaryDirectory() as name:
-        values = values_of(row, prompts)
-        values |= {
-            BYPASS: True,
-            f"{A}.use_kl_loss": False,
-        }  # nothing of a generation is scored again: the update counts
-        if layers is not None:
-            values["actor_rollout_ref.model.path"] = shallow(row["model"], Path(name), layers)
-        made = dict(verl_recipe.recipe(values).values)
-        for key in ("launch", "env"):
-            made.pop(key)
-        worst_case = WorstCase(path=worst_case_path(Path(name)))
-        device, ranks = f"sim:{CARD}", row["cards"]
-        trainer.TRAINER.inspect(made, Inspection(device=device, worst_case=worst_case, ranks=ranks))
-        task = Task(device=device, output=Path(name), worst_case=worst_case, steps=len(steps))
-        with (
-            as_of_0_4([[count // STEP for count in each] for each in steps]),
-            simulated_rank(Launch(ranks=ranks, sharding="fsdp1"), 0, device=device),
-            fake_gpu(CARD, enforce_capacity=capped) as gpu,
-        ):  # fmt: skip
-            told, fits = Told(gpu.memory), True
-            try:
-                trainer.TRAINER.build(made, task).train(told)
-            except torch.OutOfMemoryError as error:
-                fits = False
-                print(error, flush=True)
+        path = shallow(row["model"], Path(name), layers)
+        with running(row, steps, Path(name), model=path, expands=False) as (gpu, run):
+            told = Told(gpu.memory)
+            run.train(told)
             told.enter("end")
-    took = round(time.monotonic() - began)
-    return {"fits": fits, "steps": told.steps, "phases_gib": told.peaks, "computed_in_s": took}
+    return told.peaks
+
+
+@contextmanager
+def running(
+    row: Mapping[str, Any], steps: Sequence[list[int]], folder: Path, *, model: str, expands: bool
+) -> Iterator[tuple[Any, Any]]:
+    """Context with a simulated card and a run of such steps on it."""
+    counts, ranks, device = steps[0], row["cards"], f"sim:{CARD}"
+    prompts = -(-sum(counts) // (len(counts) * STEP * row["sharers"]))
+    values = values_of(row, prompts) | {"actor_rollout_ref.model.path": model}
+    values |= {BYPASS: True, f"{A}.use_kl_loss": False}  # nothing of a generation is scored again: the update counts
+    made = dict(verl_recipe.recipe(values).values)
+    for key in ("launch", "env"):
+        made.pop(key)
+    worst_case = WorstCase(path=worst_case_path(folder))
+    trainer.TRAINER.inspect(made, Inspection(device=device, worst_case=worst_case, ranks=ranks))
+    task = Task(device=device, output=folder, worst_case=worst_case, steps=len(steps))
+    with (
+        as_of_0_4([[count // STEP for count in each] for each in steps]),
+        simulated_rank(Launch(ranks=ranks, sharding="fsdp1"), 0, device=device),
+        fake_gpu(CARD, enforce_capacity=False, follow_layers=expands, record_places=False) as gpu,
+        shallow_models(pattern=2) if expands else nullcontext(),
+    ):
+        yield gpu, trainer.TRAINER.build(made, task)
+
+
+class Begins(Report):
+    """The marks at which steps begin."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self.marks: list[Mark] = []
+
+    def step_begins(self, step: int) -> None:
+        self.mark()
+
+    def mark(self) -> None:
+        self.marks.append(Mark(name="", event=len(self._gpu.memory.log), stretch=self._gpu.clock.cut()))
 
 
 def shallow(model: str, folder: Path, layers: int) -> str:
@@ -207,13 +226,12 @@ def update_of(row: Mapping[str, Any]) -> dict[str, float]:
     assert known is not None
     depth, (few, many) = int(str(known.config["num_hidden_layers"])), LAYERS
     spec = gpu_spec(CARD)
-    limit = (spec.capacity_bytes - spec.context_bytes - 2 * nccl_bytes(spec, row["cards"])) / GIB
+    beside = (1 + _OF_VLLM) * nccl_bytes(spec, row["cards"]) + nccl_bytes(spec, row["sharers"])
+    limit = (spec.capacity_bytes - spec.context_bytes - beside) / GIB
     died = tokens(row, row["died"])
     whole = []
     for size in (died // 2, died):
-        low, high = (
-            measured(row, [[size, size]], layers=layers, capped=False)["phases_gib"]["update"][0] for layers in LAYERS
-        )
+        low, high = (measured(row, [[size, size]], layers=layers)["update"][0] for layers in LAYERS)
         whole.append(low + (high - low) / (many - few) * (depth - few))
     return {
         "live_gib_of_what_died": round(whole[1], 2),
@@ -228,11 +246,11 @@ def largest(row: Mapping[str, Any], found: Mapping[str, float], *, cached_gib: f
     return max((prompts for prompts in range(1, 1000) if each * (tokens(row, prompts) - died) <= left), default=0)
 
 
-def replayed(found: Mapping[str, Any]) -> str:
+def told(found: Mapping[str, Any]) -> str:
     """`58 fits 3 steps, 68 dies in step 1`."""
     runs: Mapping[str, Any] = found.get("replayed", {})
-    told = {prompts: f"{'fits' if run['fits'] else 'dies in'} {run['steps']}" for prompts, run in runs.items()}
-    return ", ".join(f"{prompts} {told[prompts]}" for prompts in sorted(runs, key=int))
+    words = {prompts: f"{'fits' if run['fits'] else 'dies in'} {run['steps']}" for prompts, run in runs.items()}
+    return ", ".join(f"{prompts} {words[prompts]}" for prompts in sorted(runs, key=int))
 
 
 def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
@@ -247,7 +265,7 @@ def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
         for cached in (0.0, row["cached_gib"]):
             most = largest(row, found, cached_gib=cached)
             shown += [most, f"{most / row['ran'] - 1:+.0%}"]
-        cells = (row["name"], row["cards"], row["ran"], row["died"], replayed(found), *shown,
+        cells = (row["name"], row["cards"], row["ran"], row["died"], told(found), *shown,
                  found["live_gib_of_what_died"], found["limit_gib"], row["cached_gib"])  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
@@ -255,8 +273,25 @@ def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
 
 def replay(row: Mapping[str, Any], prompts: int, steps: int) -> dict[str, Any]:
     """Whether a row's steps fit, at its own depth, with micro-batches as the draws make them."""
+    began = time.monotonic()
     counts = [token_counts(row, prompts * row["sharers"], 5, step) for step in range(steps)]
-    return measured(row, counts, layers=None, capped=True)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        running(row, counts, Path(name), model=row["model"], expands=True) as (gpu, run),
+    ):
+        begins = Begins(gpu)
+        run.train(begins)
+        begins.mark()
+        deep = expanded(gpu, begins.marks)
+        room = gpu.spec.capacity_bytes - gpu.outside_bytes
+        found = replayed_log(deep.log, capacity_bytes=room, settings=gpu.settings)
+    at = found.oom_event
+    return {
+        "fits": found.fits, "steps": steps if at is None else sum(mark.event <= at for mark in deep.marks),
+        "allocated_gib": round(found.peak_allocated_bytes / GIB, 2), "room_gib": round(room / GIB, 2),
+        "reserved_gib": round(found.peak_reserved_bytes / GIB, 2), "emptied": found.retry_count,
+        "computed_in_s": round(time.monotonic() - began),
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ while it sleeps, since vLLM unmaps them without telling torch: both are added, a
 
 A simulated generation has completions of full length. Of a row with `completions`, whose lengths its log tells, the
 engine's law has as many of the least, mean and most length, in the row's settings. Such a verl gave the weights to the
-engine inside of its timer `gen`. With `v0` the engine is vLLM's first, which leaves the card idle between two steps.
+engine inside of its timer `gen`. With `v0` the engine is vLLM's first, which leaves the card idle between two steps and
+launches adapters slower.
 """
 
 import json
@@ -42,6 +43,10 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 # Seconds of a step in which vLLM's first engine leaves the card idle: 5 to 13 ms (vllm-project/vllm#6854); the least.
 V0_IDLE_S = 5e-3
+# What it took for one of its 18 launches a layer for adapters (fourteen of Triton, four buffers) without graphs, at
+# least: 80 layers went from 17.6 to 6.5 tokens a second for one sequence (vllm-project/vllm#13204, vLLM 0.7.0).
+V0_ADAPTER_LAUNCH_S = (1 / 6.5 - 1 / 17.6) / 80 / 18
+ADAPTER_LAUNCHES = 12  # a layer in 0.8.3, whose kernels take all slices of a product (vllm-project/vllm#14685)
 SIZES = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_model_parallel_size")
 
 
@@ -108,7 +113,10 @@ def generation_s(row: Mapping[str, Any], values: Mapping[str, object]) -> float:
     group = int(str(values.get(f"{ROLLOUT}.n", 1)))
     count = int(str(values["data.train_batch_size"])) * group * law.ranks // cards
     lengths = spread(count, least=told["least"], mean=told["mean"], most=told["most"])
-    idle_s = V0_IDLE_S * told["most"] if row.get("v0") else 0.0
+    idle_s = 0.0
+    if row.get("v0"):
+        launches = ADAPTER_LAUNCHES * law.decoder.layers if law.lora_rank else 0
+        idle_s = (V0_IDLE_S + launches * (V0_ADAPTER_LAUNCH_S - law.costs.launch_s)) * told["most"]
     return law.generation_s([told["prompt"]] * count, lengths, group=group) + idle_s
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +119,18 @@ def test_autocast_and_grad_scaler_work_and_the_scaler_steps() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert optimizer.state[model.weight]["momentum_buffer"].shape == (64, 64)
+
+
+def test_marks_for_a_profiler_are_made_where_there_is_one_and_are_no_operations_else() -> None:
+    mark, on_the_cpu = torch.profiler.record_function, [torch.profiler.ProfilerActivity.CPU]
+    entered = mock.patch.object(torch.ops.profiler, "_record_function_enter_new")
+    with fake_gpu("t4"), entered as enter, mark("alone"):
+        enter.assert_not_called()
+    with fake_gpu("t4"), torch.profiler.profile(activities=on_the_cpu) as profile, mark("watched"):
+        pass
+    assert "watched" in {event.key for event in profile.key_averages()}
+    with mark("after") as after:
+        assert after.record is not None
 
 
 def test_events_and_streams_follow_the_simulated_clock() -> None:

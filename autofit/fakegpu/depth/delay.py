@@ -124,6 +124,10 @@ class LayerClock(Clock):
         self._recorder = recorder
         self._segment = 0
         self._rows: list[Row] = list(NOTHING)
+        self._began = self._times()  # of the segment, on each lane of the traced run
+
+    def _times(self) -> Row:
+        return self.host_s, self.gpu_s, self.copies_s, self.gathers_s, self.reductions_s
 
     def cut(self) -> int:
         """End the current segment; returns the number of segments so far."""
@@ -132,6 +136,7 @@ class LayerClock(Clock):
             self.stretches.append((self._recorder.last_code, delay))
             self._rows = list(NOTHING)
             self._segment += 1
+            self._began = self._times()
         return len(self.stretches)
 
     def operation(
@@ -202,7 +207,8 @@ class LayerClock(Clock):
         super().wait(stream, moment)
         row = moment.row
         if moment.segment != self._segment or row is None:
-            row = reduce(_later, [NOTHING[lane] for lane in moment.lanes])
+            lags = [(lane, max(0.0, self._began[lane] - moment.seconds)) for lane in moment.lanes]
+            row = reduce(_later, [_plus(NOTHING[lane], -lag_s) for lane, lag_s in lags])
         for lane in (Lane.HOST,) if stream is None else self.lanes(stream):
             self._rows[lane] = _later(self._rows[lane], row)
 

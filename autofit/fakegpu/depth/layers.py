@@ -169,7 +169,8 @@ class LayerRecorder:
         index = self.memory.index_of(tensor)
         if index is not None and self.memory.allocations[index].layer:
             return self.memory.allocations[index].layer
-        return cast("int", getattr(tensor, "_autofit_layer", 0))
+        given = cast("int", getattr(tensor, "_autofit_layer", 0))
+        return self.host.layer_of(tensor) if not given and index is None and self.host is not None else given
 
     def follow(self, args: Sequence[object], out: object) -> None:
         """Attribute the outputs of an operation outside the layers to the layer of its inputs."""
@@ -265,6 +266,10 @@ class LayerRecorder:
                 nbytes = tensor.numel() * tensor.element_size()
                 total, grown = total + nbytes, grown + nbytes * self._growth(tensor)
         return 1.0, grown / total if total else 1.0
+
+    def period_of(self, code: int) -> int:
+        """How many layers a unit has of which the layer `code` is one; 0 outside the middle layers."""
+        return self.stacks[Tag.decode(code).stack].period if self._is_middle(code) else 0
 
     def growth_of(self, code: int) -> float:
         """How many tensors one of the layer `code` is at full depth."""

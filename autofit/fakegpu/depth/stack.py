@@ -31,6 +31,10 @@ class NotRepeatingError(FakeGpuError):
     """This run cannot be expanded: its layers, or the events of its layers, do not repeat."""
 
 
+class LongerPatternError(NotRepeatingError):
+    """The same of this run, but not of one whose units have two layers or more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """Layout of a shrunken model: `first` layers, then `traced_units` units of `period` layers, then the last layers.

@@ -52,6 +52,27 @@ _COMPILED_LAUNCH = 6 / 18.3
 _SEQUENCE_HOST_S = 2.2e-6
 
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of buffers (vllm/config/lora.py, MaxLoRARanks)
+
+
+def adapter_bytes(decoder: Decoder, *, rank: int, ranks: int) -> int:
+    """Bytes of a card's buffers for one adapter of `rank` beside the products of attention and of dense MLPs.
+
+    A matrix that a product's inputs meet is whole on each of the `ranks` where its columns are dealt out, and the other
+    one where its rows are (vllm/lora/layers, create_lora_weights, without fully_sharded_loras).
+    """
+    if not rank:
+        return 0
+    held = next((most for most in _LORA_RANKS if most >= rank), rank)
+    (merged, hidden), (out, heads) = decoder.products(ranks)
+    dense = decoder.dense_layers if decoder.experts else decoder.layers
+    width = (decoder.dense_intermediate or decoder.intermediate) // ranks
+    up = 2 if decoder.gated else 1
+    attention = 3 * hidden + merged + heads + out
+    mlp = up * (hidden + width) + width + hidden
+    return ITEM * held * (decoder.layers * attention + dense * mlp)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmEngine:
     """One engine on the card `spec`; `weights_bytes` are those of one of its `ranks`."""

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import LayerRecorder
+from autofit.fakegpu.depth.stack import LongerPatternError
 from autofit.fakegpu.known_values import INTEGER_LIMIT, Shadows
 from autofit.fakegpu.patches.cuda_api import always
 from autofit.fakegpu.patches.redirect import untouched
@@ -275,10 +276,11 @@ def _weights(parameters: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """A flat parameter of several layers is not expanded."""
-    owner = module.FlatParamHandle
+    """A flat parameter of several layers is not expanded, and one of frozen weights in units of two layers."""
+    owner, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
     if gpu.layers is not None:
         yield owner, "__init__", _refusing(gpu.layers, untouched(owner.__init__)), _WHY
+        yield owner, name, _owned(gpu.layers, untouched(vars(owner)[name])), _WHY
 
 
 class _Hooks(NamedTuple):
@@ -373,10 +375,27 @@ def _work(gpu: FakeGpu, cost: tuple[float, float], weights: int, *, deep: float 
         gpu.clock.host_work(few, deep=all_)
 
 
+def _owned(layers: LayerRecorder, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocated(handle: Any) -> torch.Tensor:
+        whole = original(handle)
+        if not layers.code() and (code := layers.of(handle.flat_param)):  # all layers are gathered, one by one
+            layers.give(whole, code)
+        return whole
+
+    return allocated
+
+
 def _refusing(layers: LayerRecorder, original: Callable[..., None]) -> Callable[..., None]:
+    trained = set[int]()  # layers in which a module of its own has trained weights
+
     def init(handle: object, weights: Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
         if layers.several(weights):
             layers.problem = "the weights of several layers are in one flat parameter"
+        elif any(weight.requires_grad for weight in weights):
+            trained.update(layers.of(weight) for weight in weights)
+        elif any(layers.of(weight) in trained and layers.period_of(layers.of(weight)) == 1 for weight in weights):
+            # Gathered in the backward of the layer after it, given back in that of the layer before it.
+            raise LongerPatternError("FSDP1 keeps what it gathered of frozen weights for a layer more in the backward")
         original(handle, weights, *args, **kwargs)
 
     return init

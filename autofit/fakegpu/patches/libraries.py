@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.profiler import record_function
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from autofit.fakegpu.card import FakeGpu
@@ -47,6 +48,21 @@ _FUSED_NOTE = (
     "functions under torch.compile were run with elementwise chains fused and recomputed in backward; which kernels "
     "inductor makes of them is an approximation"
 )
+
+
+def unmarked() -> Iterable[Target]:
+    """`record_function` marks nothing where no profiler is on."""
+    names, reason = ("__enter__", "__exit__"), "FSDP marks each of its hooks, through all of dispatch"
+    begin, end = (untouched(cast("Callable[..., object]", vars(record_function)[name])) for name in names)
+
+    def enters(mark: record_function) -> object:
+        return begin(mark) if torch._C._autograd._profiler_enabled() else mark
+
+    def leaves(mark: record_function, *error: object) -> None:
+        if mark.record is not None:
+            end(mark, *error)
+
+    return [(record_function, name, made, reason) for name, made in zip(names, (enters, leaves), strict=True)]
 
 
 def not_compiled(gpu: FakeGpu) -> Callable[..., object]:

@@ -235,7 +235,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     for owner, name, value, reason in (
         *tensors.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *operators.other_kernels(gpu), *operators.other_ways(gpu.note), *operators.factories(),
-        *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu),
+        *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu), *libraries.unmarked(),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason)
 
