@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from postgres_server import missing
+from storm.command_kills import kill_commands
 from storm.commands import kill_mirrors, kill_servers
 from storm.databases import kill_postgres
+from storm.forks import forking
 from storm.full_runs import kill_runs, tear_checkpoints
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
@@ -53,6 +55,14 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     found = kill_creations(tmp_path / "births", kills=4, dice=dice, until=until)
     found += kill_searches(tmp_path / "searches", kills=4, dice=dice, until=until)
     assert found.tried.total() == 8
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+def test_kills_of_whole_commands_lose_nothing_of_a_study(tmp_path: Path) -> None:
+    with forking() as forks:
+        found = kill_commands(tmp_path, forks, kills=3, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried.total() == 3
     assert not found.wrong
 
 
@@ -107,7 +117,9 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
-    found = attack_commands(tmp_path, inputs=8, seed=17, first=8, until=time.monotonic() + 300)
+    (tmp_path / "cache").mkdir()  # nothing is traced first
+    with forking() as forks:
+        found = attack_commands(tmp_path, forks, inputs=8, seed=17, first=8, until=time.monotonic() + 300)
     assert found.tried[WHOLE] == 8
     assert not found.wrong
 

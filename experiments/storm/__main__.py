@@ -8,6 +8,7 @@ a traceback, a hang, a flood, an error that is not one line, a trial or step los
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import random
@@ -25,10 +26,13 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
     sys.path.insert(0, str(helpers))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
+from storm.command_kills import NAME as COMMAND_KILLS  # noqa: E402
+from storm.command_kills import kill_commands  # noqa: E402
 from storm.commands import kill_mirrors, kill_servers  # noqa: E402
 from storm.databases import kill_postgres  # noqa: E402
+from storm.forks import Forks, forking  # noqa: E402
 from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
-from storm.inputs import Found, Reader, attack  # noqa: E402
+from storm.inputs import Found, Reader, attack, quick_folder  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
 from storm.pages import NAME as PAGES  # noqa: E402
@@ -50,13 +54,15 @@ KILLS = {
     "kills of a Postgres": kill_postgres,
 }  # fmt: skip
 _ONCE = {
-    WHOLE: 200,
+    WHOLE: 400,
     PLACES: 300,
-    "torn files": 8,
+    COMMAND_KILLS: 300,
+    "torn files": 30,
     "torn checkpoints": 4,
     PAGES: 100,
     QUOTAS: 6,
 }  # tried before their results are written down
+_STAY = (WHOLE, COMMAND_KILLS, PLACES, "torn files")  # what they made is attacked again by the next part
 _KILLS_ONCE = 8
 Attack = Callable[[Path, int, int, float], Found]  # (folder, how many, number of the first, until)
 
@@ -78,14 +84,20 @@ def main() -> int:
         "--on", action="store_true",
         help=f"go on towards the goals, part by part, from where {FILE.name} ends, and add to it",
     )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, help="what the attacks are on, kept for the next storm; without: a new one"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts in the background ignores Ctrl-C
     until = time.monotonic() + 60 * options.minutes
-    with tempfile.TemporaryDirectory(prefix="storm-", ignore_cleanup_errors=True) as home:
-        folder = Path(home)
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="storm-", dir=quick_folder(), ignore_cleanup_errors=True)
+        ))  # fmt: skip
+        forks = functools.cache(lambda: stack.enter_context(forking()))
         os.environ |= {"AUTOFIT_CACHE": str(folder / "cache"), "MLFLOW_TRACKING_URI": ""}
         os.environ.pop("MLFLOW_TRACKING_URI")
-        every = _attacks(options.seed)
+        every = _attacks(options.seed, forks)
         if options.on:
             return _go_on({name: every[name] for name in options.only or (*_ONCE, *KILLS)}, folder, options.seed, until)
         total = Found()
@@ -95,8 +107,11 @@ def main() -> int:
     return 1 if total.wrong else 0
 
 
-def _attacks(seed: int) -> dict[str, Attack]:
-    """All attacks by name. The same seed and number give the same attack, as far as processes allow."""
+def _attacks(seed: int, forks: Callable[[], Forks]) -> dict[str, Attack]:
+    """All attacks by name; `forks` is called by those that need it.
+
+    The same seed and number give the same attack, as far as processes allow.
+    """
 
     def dice(name: str, first: int) -> random.Random:
         return random.Random(f"{seed}:{name}:{first}")
@@ -116,7 +131,10 @@ def _attacks(seed: int) -> dict[str, Attack]:
         "torn checkpoints": tears("torn checkpoints", tear_checkpoints),
         **{name: kills(name, kill) for name, kill in KILLS.items()},
         WHOLE: lambda folder, count, first, until: attack_commands(
-            folder, inputs=count, seed=seed, first=first, until=until
+            folder, forks(), inputs=count, seed=seed, first=first, until=until
+        ),
+        COMMAND_KILLS: lambda folder, count, first, until: kill_commands(
+            folder, forks(), kills=count, dice=dice(COMMAND_KILLS, first), until=until
         ),
         PLACES: lambda folder, count, first, until: call_from_places(
             folder, calls=count, first=first, dice=random.Random(seed), until=until
@@ -138,8 +156,8 @@ def _count(name: str, options: argparse.Namespace) -> int:
     if name in (PLACES, NAME) and os.geteuid() != 0:
         return 0
     known = {
-        WHOLE: options.commands, PLACES: options.calls, NAME: options.meetings, PAGES: options.questions,
-        QUOTAS: options.quotas,
+        WHOLE: options.commands, COMMAND_KILLS: options.kills, PLACES: options.calls, NAME: options.meetings,
+        PAGES: options.questions, QUOTAS: options.quotas,
         "torn files": options.torn - options.torn // 5, "torn checkpoints": options.torn // 5,
         **dict.fromkeys(KILLS, options.kills // len(KILLS)),
     }  # fmt: skip
@@ -151,8 +169,9 @@ def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float)
     results, wrong, part = Results(), 0, 0
     while time.monotonic() < until:
         name = list(attacks)[part % len(attacks)]
-        own = folder if name == WHOLE else folder / f"part-{part}"
-        own.mkdir(exist_ok=True)
+        stays = name in _STAY
+        own = folder / ("kept" if stays else f"part-{part}")
+        own.mkdir(parents=True, exist_ok=True)
         first, began, at = results.next_of(name, seed), time.monotonic(), commit()
         found = _told(partial(attacks[name], own, _ONCE.get(name, _KILLS_ONCE), first, until))
         results.add(Result(
@@ -162,7 +181,7 @@ def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float)
         ))  # fmt: skip
         wrong += found.times_wrong.total()
         part += 1
-        if own != folder:
+        if not stays:
             shutil.rmtree(own, ignore_errors=True)
     return 1 if wrong else 0
 

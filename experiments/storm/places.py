@@ -19,7 +19,7 @@ from search_driver import main as drive
 
 from autofit.cli import main
 from autofit.files import write_json
-from storm.inputs import Found
+from storm.inputs import Found, quick_folder
 
 NAME = "places and users"
 _GROUP, _OTHERS = 34600, 34601
@@ -67,8 +67,9 @@ def call_from_places(
     found = Found()
     if not calls:
         return found
-    drive(folder / "study", 2, 0)
-    _load_all(folder, without)
+    if not (folder / "study").exists():  # a storm of many parts makes it once
+        drive(folder / "study", 2, 0)
+        _load_all(folder, without)
     every = [case for case in cases() if case.command[0] not in without]
     dice.shuffle(every)
     every.sort(key=_turns(every).__getitem__)
@@ -109,7 +110,7 @@ def _turns(every: list[Case]) -> dict[Case, int]:
 @contextmanager
 def _project(study: Path, case: Case) -> Iterator[tuple[Path, Path]]:
     """(a folder of projects, the studies in one of them), with the modes of a group that shares its projects."""
-    home = Path(tempfile.mkdtemp(prefix="places-", dir="/tmp"))
+    home = Path(tempfile.mkdtemp(prefix="places-", dir=quick_folder()))
     try:
         home.chmod(0o755)
         project, elsewhere = home / "project", home / "elsewhere"
