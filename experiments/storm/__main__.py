@@ -26,6 +26,8 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
     sys.path.insert(0, str(helpers))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
+from storm.clocks import NAME as CLOCKS  # noqa: E402
+from storm.clocks import step_clocks  # noqa: E402
 from storm.command_kills import NAME as COMMAND_KILLS  # noqa: E402
 from storm.command_kills import kill_commands  # noqa: E402
 from storm.commands import kill_mirrors, kill_servers  # noqa: E402
@@ -61,6 +63,7 @@ _ONCE = {
     "torn checkpoints": 4,
     PAGES: 100,
     QUOTAS: 6,
+    CLOCKS: 40,
 }  # tried before their results are written down
 _STAY = (WHOLE, COMMAND_KILLS, PLACES, "torn files")  # what they made is attacked again by the next part
 _KILLS_ONCE = 8
@@ -77,6 +80,7 @@ def main() -> int:
     parser.add_argument("--commands", type=int, default=200, help="whole commands with hostile options and files")
     parser.add_argument("--questions", type=int, default=50, help="requests to the page of `autofit web`")
     parser.add_argument("--quotas", type=int, default=4, help="searches and commands that reach a quota of the disk")
+    parser.add_argument("--clocks", type=int, default=20, help="steps of the clock during searches and commands")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -145,6 +149,9 @@ def _attacks(seed: int, forks: Callable[[], Forks]) -> dict[str, Attack]:
         QUOTAS: lambda folder, count, first, until: reach_quotas(
             folder, quotas=count, dice=dice(QUOTAS, first), until=until
         ),
+        CLOCKS: lambda folder, count, first, until: step_clocks(
+            folder, steps=count, dice=dice(CLOCKS, first), until=until
+        ),
         NAME: lambda folder, count, first, until: meet_neighbours(
             folder, meetings=count, dice=dice(NAME, first), until=until
         ),
@@ -157,7 +164,7 @@ def _count(name: str, options: argparse.Namespace) -> int:
         return 0
     known = {
         WHOLE: options.commands, COMMAND_KILLS: options.kills, PLACES: options.calls, NAME: options.meetings,
-        PAGES: options.questions, QUOTAS: options.quotas,
+        PAGES: options.questions, QUOTAS: options.quotas, CLOCKS: options.clocks,
         "torn files": options.torn - options.torn // 5, "torn checkpoints": options.torn // 5,
         **dict.fromkeys(KILLS, options.kills // len(KILLS)),
     }  # fmt: skip

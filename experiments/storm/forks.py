@@ -124,13 +124,13 @@ def _read(connection: socket.socket) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def forking() -> Iterator[Forks]:
-    """Such a process and a kept server of its own, which end with the context."""
+def forking(more: Mapping[str, str] = {}) -> Iterator[Forks]:
+    """Such a process and a kept server of its own, which end with the context; `more` variables are set for both."""
     own = Path(tempfile.mkdtemp(prefix="w-", dir="/tmp"))  # a socket's path has at most 107 characters
     kept, forks = own / "kept", own / "forks"
     (own / "first").mkdir()  # the server deletes it when it goes over to `kept`
     path = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
-    env = {"TMPDIR": str(own), "AUTOFIT_SERVER": "1", "PYTHONPATH": path}
+    env = {"TMPDIR": str(own), "AUTOFIT_SERVER": "1", "PYTHONPATH": path, **more}
     with (
         _process(own, env, "autofit.probing.fork_server", str(own / "first/warm"), f"stays={kept}"),
         _process(own, env | _HUGE_PAGES, "storm.forks", str(forks), str(kept)) as process,
