@@ -180,10 +180,38 @@ def test_an_answer_of_squeue_older_than_the_take_says_nothing(
     assert cluster.result() is None
 
 
+@pytest.mark.parametrize("seen_s", [20.0, 100.0])
+def test_a_probe_that_an_old_listing_of_nfs_shows_nowhere_is_not_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, seen_s: float
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    taken, ended = Pool.running, cluster.pool.end("7", "trial-0000-1")
+    assert ended
+    cluster.pool.put("trial-0000-1")
+    assert cluster.result() is None
+    assert cluster.pool.take("7") == "trial-0000-1"
+    monkeypatch.setattr(Pool, "running", lambda _: {})  # this machine listed the folder before
+    assert cluster.result() is None
+    now += 20.0
+    assert cluster.result() is None
+    monkeypatch.setattr(Pool, "running", taken)
+    now += seen_s
+    assert cluster.result() is None
+    assert cluster.pool.end("7", "trial-0000-1")
+    now += 20.0
+    assert cluster.result() is None  # its answer is not seen yet
+    assert not (cluster.request.folder / "cancel").exists()
+    write_json(cluster.request.answer_path, lawful.result_of(cluster.request).to_json())
+    result = cluster.result()
+    assert result is not None
+    assert result.status is ProbeStatus.FIT
+
+
 def test_a_probe_that_is_nowhere_is_lost_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.pool.end("7", "trial-0000-1")
     assert cluster.result() is None  # a file may be on its way
-    monkeypatch.setattr(cluster_launch, "_MISSING_S", 0.0)
+    monkeypatch.setattr(cluster_launch, "_LATE_S", 0.0)
     result = cluster.result()
     assert result is not None
     assert result.cause is Cause.JOB
