@@ -173,13 +173,13 @@ def _count(name: str, options: argparse.Namespace) -> int:
 
 def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float) -> int:
     """Attack part by part, each in turn, and add what each found to the results; 1 where anything was mishandled."""
-    results, wrong, part = Results(), 0, 0
+    results, wrong, part, at = Results(), 0, 0, commit()
     while time.monotonic() < until:
         name = list(attacks)[part % len(attacks)]
         stays = name in _STAY
         own = folder / ("kept" if stays else f"part-{part}")
         own.mkdir(parents=True, exist_ok=True)
-        first, began, at = results.next_of(name, seed), time.monotonic(), commit()
+        first, began = results.next_of(name, seed), time.monotonic()
         found = _told(partial(attacks[name], own, _ONCE.get(name, _KILLS_ONCE), first, until))
         results.add(Result(
             kind=name, seed=seed, first=first, tried=found.tried.total(), refused=found.refused,
