@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from postgres_server import missing
+from storm.clocks import NAME as CLOCKS
+from storm.clocks import step_clocks
 from storm.command_kills import kill_commands
 from storm.commands import kill_mirrors, kill_servers
 from storm.databases import kill_postgres
@@ -90,6 +92,13 @@ def test_kills_of_a_postgres_and_of_searches_in_it_lose_nothing(tmp_path: Path) 
 def test_a_quota_that_is_reached_is_told_and_once_lifted_nothing_was_lost(tmp_path: Path) -> None:
     found = reach_quotas(tmp_path, quotas=4, dice=random.Random(17), until=time.monotonic() + 120)
     assert found.tried["quotas"] >= 1
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+def test_a_clock_that_is_set_forth_and_back_loses_nothing(tmp_path: Path) -> None:
+    found = step_clocks(tmp_path, steps=1, dice=random.Random(17), until=time.monotonic() + 120)
+    assert found.tried[CLOCKS] > 1
     assert not found.wrong
 
 

@@ -22,7 +22,7 @@ _DAY_S = 86_400
 _STEPS_S = (1, 30, 3600, _DAY_S, 400 * _DAY_S, 30 * 365 * _DAY_S)  # the last one: past 2038
 _COMMANDS = (
     ("sync",), ("report", "--json"), ("report", "--html", "out.html"), ("studies",), ("monitor", "--once"), ("jobs",),
-    ("promote", "best", "--write-only"), ("verify", "best"),
+    ("promote", "0", "--write-only"), ("verify", "0"),
 )  # fmt: skip
 _END_S = 180.0
 
