@@ -13,15 +13,12 @@ from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import end_of, write_json
 from autofit.probing.allocation import Allocation
 from autofit.probing.job import answered, cancel, run_probe
-from autofit.probing.launch import DebugLauncher, Launcher, answer_in, lost, lost_path
+from autofit.probing.launch import LATE_S, DebugLauncher, Launcher, answer_in, lost, lost_path
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult
 
 _LOOK_S = 0.25  # between two listings of the shared folder
 _SUBMIT_S = 1.0  # least time between two calls of sbatch: jobs that are missing meanwhile are one array
-# What another machine writes may be seen this much later: NFS looks at a folder anew after 60 s at most (acdirmax of
-# nfs(5)), and until then a file that was looked for and not found is taken for missing, and a listing is an old one.
-_LATE_S = 60.0
 _BROKEN_JOBS = 3  # one after the other that end before they begin: nothing can run
 _IDLE_S = 20.0
 _HELD = "launch_failed_requeued_held"  # Slurm's reason
@@ -136,7 +133,7 @@ class ClusterLauncher(Launcher):
     def _may_come(self, name: str) -> bool:
         """Whether what is missing of the probe may still be on its way: its answer, or the name of its job."""
         now = time.monotonic()
-        return now - self._missing.setdefault(name, now) < _LATE_S
+        return now - self._missing.setdefault(name, now) < LATE_S
 
     def _concluded(self, folder: Path, job: str, state: JobState) -> ProbeResult:
         """The result of a probe whose job ended while it had the probe."""
