@@ -126,7 +126,7 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()  # nothing is traced first
+    (tmp_path / "traced").mkdir()  # nothing is traced first
     with forking() as forks:
         found = attack_commands(tmp_path, forks, inputs=8, seed=17, first=8, until=time.monotonic() + 300)
     assert found.tried[WHOLE] == 8

@@ -41,9 +41,9 @@ _SET = ("lora_r", "env.A", "launch.ranks", "max_steps", "deepspeed", "x.y", "mod
 _WORKS = ("search", "check", "estimate", "advise", "run", "verify")  # a whole one may take minutes: it is interrupted
 # What most inputs would trace again, for minutes: the recipe that stands where none is named, and the template's own.
 _TRACED = (
-    ["search", "--gpu", "a100-40gb", "--trials", "1", "--no-confirm", "--no-mlflow", "--dir", "traced"],
-    ["search", "run.yaml", "--gpu", "t4", "--trials", "1", "--no-mlflow", "--dir", "traced"],
-    ["search", "sft/run.yaml", "--gpu", "t4", "--trials", "1", "--no-mlflow", "--dir", "traced"],
+    ["search", "--gpu", "a100-40gb", "--trials", "1", "--no-confirm", "--no-mlflow"],
+    ["search", "run.yaml", "--gpu", "t4", "--trials", "1", "--no-mlflow"],
+    ["search", "sft/run.yaml", "--gpu", "t4", "--trials", "1", "--no-mlflow"],
     ["estimate", "sft/run.yaml", "--gpu", "2xh100"],
 )
 _TRACES_S = 180.0
@@ -56,9 +56,10 @@ def attack_commands(folder: Path, forks: Forks, *, inputs: int, seed: int, until
     """`inputs` whole commands of the seed, from the number `first` on. The template and what was traced stay there."""
     found = Found()
     template = made_template(folder)
-    if inputs and not (cache := folder / "cache").exists():
+    if inputs and not (folder / "traced").exists():
+        shutil.copytree(template, folder / "traced")
         for words in _TRACED:
-            forks.call(words, template, cache=cache, most_s=_TRACES_S)
+            forks.call(words, folder / "traced", cache=folder / "cache", most_s=_TRACES_S)
     for number in range(first, first + inputs):
         if time.monotonic() > until:
             break
