@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import slurm_cluster
 from postgres_server import missing
 from storm.clocks import NAME as CLOCKS
 from storm.clocks import step_clocks
@@ -17,6 +18,8 @@ from storm.forks import forking
 from storm.full_runs import kill_runs, tear_checkpoints
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
+from storm.late_files import NAME as LATE_FILES
+from storm.late_files import search_late
 from storm.neighbours import NAME, meet_neighbours
 from storm.pages import ask_pages
 from storm.pipelines import kill_pipelines
@@ -99,6 +102,14 @@ def test_a_quota_that_is_reached_is_told_and_once_lifted_nothing_was_lost(tmp_pa
 def test_a_clock_that_is_set_forth_and_back_loses_nothing(tmp_path: Path) -> None:
     found = step_clocks(tmp_path, steps=1, dice=random.Random(17), until=time.monotonic() + 120)
     assert found.tried[CLOCKS] > 1
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(slurm_cluster.missing() is not None, reason="Slurm is not installed")
+def test_a_search_that_sees_the_files_of_its_nodes_late_repeats_no_probe(tmp_path: Path) -> None:
+    found = search_late(tmp_path, searches=1, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried[LATE_FILES] == 1
     assert not found.wrong
 
 

@@ -36,6 +36,8 @@ from storm.forks import Forks, forking  # noqa: E402
 from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
 from storm.inputs import Found, Reader, attack, quick_folder  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
+from storm.late_files import NAME as LATE_FILES  # noqa: E402
+from storm.late_files import search_late  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
 from storm.pages import NAME as PAGES  # noqa: E402
 from storm.pages import ask_pages  # noqa: E402
@@ -64,6 +66,7 @@ _ONCE = {
     PAGES: 100,
     QUOTAS: 6,
     CLOCKS: 40,
+    LATE_FILES: 3,
 }  # tried before their results are written down
 _STAY = (WHOLE, COMMAND_KILLS, PLACES, "torn files")  # what they made is attacked again by the next part
 _KILLS_ONCE = 8
@@ -81,6 +84,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=50, help="requests to the page of `autofit web`")
     parser.add_argument("--quotas", type=int, default=4, help="searches and commands that reach a quota of the disk")
     parser.add_argument("--clocks", type=int, default=20, help="steps of the clock during searches and commands")
+    parser.add_argument("--late", type=int, default=1, help="searches on Slurm from where files are seen late")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -152,6 +156,9 @@ def _attacks(seed: int, forks: Callable[[], Forks]) -> dict[str, Attack]:
         CLOCKS: lambda folder, count, first, until: step_clocks(
             folder, steps=count, dice=dice(CLOCKS, first), until=until
         ),
+        LATE_FILES: lambda folder, count, first, until: search_late(
+            folder, searches=count, dice=dice(LATE_FILES, first), until=until
+        ),
         NAME: lambda folder, count, first, until: meet_neighbours(
             folder, meetings=count, dice=dice(NAME, first), until=until
         ),
@@ -164,7 +171,7 @@ def _count(name: str, options: argparse.Namespace) -> int:
         return 0
     known = {
         WHOLE: options.commands, COMMAND_KILLS: options.kills, PLACES: options.calls, NAME: options.meetings,
-        PAGES: options.questions, QUOTAS: options.quotas, CLOCKS: options.clocks,
+        PAGES: options.questions, QUOTAS: options.quotas, CLOCKS: options.clocks, LATE_FILES: options.late,
         "torn files": options.torn - options.torn // 5, "torn checkpoints": options.torn // 5,
         **dict.fromkeys(KILLS, options.kills // len(KILLS)),
     }  # fmt: skip
