@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import search_driver
 from slurm_cluster import Cluster, cluster, missing
@@ -39,20 +40,23 @@ def search_late(folder: Path, *, searches: int, dice: random.Random, until: floa
             found.tried[NAME] += 1
             for what in _searched(home, slurm, late_s):
                 found.add_wrong(f"{NAME}: {what}", (late_s, home.with_suffix(".log").read_text()[-1500:]))
-            slurm.clear()
             shutil.rmtree(home, ignore_errors=True)
     return found
 
 
 def _searched(home: Path, slurm: Cluster, late_s: float) -> list[str]:
     command = [sys.executable, "-m", "storm.late_files", str(home), str(TRIALS), str(_AT_ONCE), str(late_s)]
-    with home.with_suffix(".log").open("wb") as log:
-        env = {**os.environ, "SLURM_CONF": str(slurm.conf)}
-        code = subprocess.run(command, stdout=log, stderr=log, env=env, timeout=2 * END_S, check=False).returncode
-    if code:
-        return [f"the search ended with code {code}"]
+    with (
+        mock.patch.dict(os.environ, {"SLURM_CONF": str(slurm.conf), "LAWFUL_S": "4-9"}),
+        home.with_suffix(".log").open("wb") as log,
+    ):
+        code = subprocess.run(command, stdout=log, stderr=log, timeout=2 * END_S, check=False).returncode
+        slurm.clear()  # a job that waits for more probes is alive, and so is each probe that it had
+        if code:
+            return [f"the search ended with code {code}"]
+        wrong = lost(home)
     repeated = [path.name for path in (home / "probes/law").glob("trial-*") if not path.name.endswith("-1")]
-    return lost(home) + ([f"repeated though no job had ended: {', '.join(repeated)}"] if repeated else [])
+    return wrong + ([f"repeated though no job had ended: {', '.join(repeated)}"] if repeated else [])
 
 
 class _LateFiles:
@@ -61,7 +65,7 @@ class _LateFiles:
     def __init__(self, folder: Path, late_s: float) -> None:
         self._folder, self._late_s = f"{folder}/probes/", late_s
         self._missing: dict[str, float] = {}  # {path: when it was looked for}
-        self._listed: dict[str, tuple[float, list[Any]]] = {}
+        self._listed: dict[str, tuple[float, list[Any]]] = {}  # {path: (until when, its entries)}
 
     def begin(self) -> None:
         for module, name in ((os, "stat"), (io, "open"), (builtins, "open"), (os, "open")):
@@ -103,11 +107,11 @@ class _LateFiles:
         def listed(path: Any = ".") -> Any:
             if not self._is_shared(path):
                 return call(path)
-            at, entries = self._listed.get(os.fspath(path), (-1e9, []))
-            if time.monotonic() - at >= self._late_s:
+            until, entries = self._listed.get(os.fspath(path), (0.0, []))
+            if time.monotonic() >= until:
                 with call(path) as found:
                     entries = list(found)
-                self._listed[os.fspath(path)] = time.monotonic(), entries
+                self._listed[os.fspath(path)] = time.monotonic() + self._late_s * random.uniform(0.1, 1.0), entries
             return _Entries(entries)
 
         return listed
