@@ -3,6 +3,7 @@
 A case is a child of this process that becomes the user and runs the command; a second is enough for about ten.
 """
 
+import functools
 import itertools
 import os
 import random
@@ -69,7 +70,7 @@ def call_from_places(
         return found
     if not (folder / "study").exists():  # a storm of many parts makes it once
         drive(folder / "study", 2, 0)
-        _load_all(folder, without)
+    _load_all(folder, without)
     every = [case for case in cases() if case.command[0] not in without]
     dice.shuffle(every)
     every.sort(key=_turns(every).__getitem__)
@@ -88,9 +89,10 @@ def call_from_places(
     return found
 
 
+@functools.cache  # once a process
 def _load_all(folder: Path, without: tuple[str, ...]) -> None:
     """Import what the commands need: another user may not enter the folder of this Python."""
-    shutil.copytree(folder / "study", folder / "warm")
+    shutil.copytree(folder / "study", folder / "warm", dirs_exist_ok=True)
     for command in _COMMANDS:
         if command[0] not in without:
             with chdir(folder / "warm"):
