@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import lawful
 import pytest
@@ -13,6 +15,7 @@ from search_driver import plan
 from autofit.cluster.executor import executor_of
 from autofit.cluster.scheduler import JobState
 from autofit.cluster.slurm import Queue
+from autofit.errors import EnvironmentFault
 from autofit.files import write_json
 from autofit.probing import cluster_launch
 from autofit.probing.allocation import Allocation, _Told
@@ -20,6 +23,7 @@ from autofit.probing.cluster_launch import ClusterLauncher, job_name
 from autofit.probing.launch import Attempts, Next, end_in_slurm, what_next
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
+from autofit.promotion.promotion import Promotion, follow
 
 
 class Said(Queue):
@@ -103,7 +107,7 @@ def test_an_answer_that_comes_after_its_job_has_completed_is_waited_for(cluster:
 def test_a_job_that_completed_with_a_probe_and_left_no_answer_is_repeated_after_a_while(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_launch, "_LATE_S", 0.0)
+    monkeypatch.setattr(cluster_launch, "LATE_S", 0.0)
     cluster.tell("COMPLETED")
     result = cluster.result()
     assert result is not None
@@ -180,13 +184,66 @@ def test_an_answer_of_squeue_older_than_the_take_says_nothing(
     assert cluster.result() is None
 
 
+@pytest.mark.parametrize("seen_s", [20.0, 100.0])
+def test_a_probe_that_an_old_listing_of_nfs_shows_nowhere_is_not_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, seen_s: float
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    taken, ended = Pool.running, cluster.pool.end("7", "trial-0000-1")
+    assert ended
+    cluster.pool.put("trial-0000-1")
+    assert cluster.result() is None
+    assert cluster.pool.take("7") == "trial-0000-1"
+    monkeypatch.setattr(Pool, "running", lambda _: {})  # this machine listed the folder before
+    assert cluster.result() is None
+    now += 20.0
+    assert cluster.result() is None
+    monkeypatch.setattr(Pool, "running", taken)
+    now += seen_s
+    assert cluster.result() is None
+    assert cluster.pool.end("7", "trial-0000-1")
+    now += 20.0
+    assert cluster.result() is None  # its answer is not seen yet
+    assert not (cluster.request.folder / "cancel").exists()
+    write_json(cluster.request.answer_path, lawful.result_of(cluster.request).to_json())
+    result = cluster.result()
+    assert result is not None
+    assert result.status is ProbeStatus.FIT
+
+
 def test_a_probe_that_is_nowhere_is_lost_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.pool.end("7", "trial-0000-1")
     assert cluster.result() is None  # a file may be on its way
-    monkeypatch.setattr(cluster_launch, "_MISSING_S", 0.0)
+    monkeypatch.setattr(cluster_launch, "LATE_S", 0.0)
     result = cluster.result()
     assert result is not None
     assert result.cause is Cause.JOB
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_run_whose_job_has_completed_is_over_once_nothing_of_its_end_can_come_any_more(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    write_json(tmp_path / "job.json", {"slurm": "7"})
+    cluster.tell("COMPLETED")
+    began, now = time.monotonic(), time.monotonic()
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 1.0
+        if comes and now > began + 30.0:  # NFS had shown the node's file to nobody else
+            write_json(tmp_path / "final.json", {"steps": 12})
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    run = cast(Promotion, SimpleNamespace(folder=tmp_path))
+    if comes:
+        assert follow(run, lambda _: None) == {"steps": 12}
+    else:
+        with pytest.raises(EnvironmentFault, match="ended before its last step"):
+            follow(run, lambda _: None)
+        assert now >= began + 60.0
 
 
 def test_twenty_jobs_that_end_with_a_probe_are_enough(cluster: Cluster) -> None:

@@ -7,12 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import slurm_cluster
 from postgres_server import missing
+from storm.clocks import NAME as CLOCKS
+from storm.clocks import step_clocks
+from storm.command_kills import kill_commands
 from storm.commands import kill_mirrors, kill_servers
 from storm.databases import kill_postgres
+from storm.forks import forking
 from storm.full_runs import kill_runs, tear_checkpoints
 from storm.inputs import Found, Reader, attack, attempt
 from storm.kills import kill_creations, kill_searches
+from storm.late_files import NAME as LATE_FILES
+from storm.late_files import search_late
 from storm.neighbours import NAME, meet_neighbours
 from storm.pages import ask_pages
 from storm.pipelines import kill_pipelines
@@ -57,6 +64,14 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_kills_of_whole_commands_lose_nothing_of_a_study(tmp_path: Path) -> None:
+    with forking() as forks:
+        found = kill_commands(tmp_path, forks, kills=3, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried.total() == 3
+    assert not found.wrong
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kill",
     [kill_mirrors, kill_servers, kill_runs, kill_pipelines],
@@ -84,6 +99,21 @@ def test_a_quota_that_is_reached_is_told_and_once_lifted_nothing_was_lost(tmp_pa
 
 
 @pytest.mark.thorough
+def test_a_clock_that_is_set_forth_and_back_loses_nothing(tmp_path: Path) -> None:
+    found = step_clocks(tmp_path, steps=1, dice=random.Random(17), until=time.monotonic() + 120)
+    assert found.tried[CLOCKS] > 1
+    assert not found.wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(slurm_cluster.missing() is not None, reason="Slurm is not installed")
+def test_a_search_that_sees_the_files_of_its_nodes_late_repeats_no_probe(tmp_path: Path) -> None:
+    found = search_late(tmp_path, searches=1, dice=random.Random(17), until=time.monotonic() + 60)
+    assert found.tried[LATE_FILES] == 1
+    assert not found.wrong
+
+
+@pytest.mark.thorough
 def test_hostile_questions_to_the_page_end_in_an_answer_and_shut_nobody_out(tmp_path: Path) -> None:
     found = ask_pages(tmp_path, questions=20, dice=random.Random(17), until=time.monotonic() + 120)
     assert found.tried["questions to the page"] >= 5
@@ -107,7 +137,9 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
-    found = attack_commands(tmp_path, inputs=8, seed=17, first=8, until=time.monotonic() + 300)
+    (tmp_path / "traced").mkdir()  # nothing is traced first
+    with forking() as forks:
+        found = attack_commands(tmp_path, forks, inputs=8, seed=17, first=8, until=time.monotonic() + 300)
     assert found.tried[WHOLE] == 8
     assert not found.wrong
 

@@ -87,6 +87,22 @@ def test_mirrored_again_or_after_a_kill_in_the_middle_nothing_is_doubled(folder:
     assert_equal_to_optuna(folder)
 
 
+def test_a_run_whose_tags_were_deleted_is_passed_over_and_its_trial_is_copied_anew(
+    folder: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    shutil.copy(folder / "studies.db", tmp_path)
+    sync(tmp_path, "law")
+    api = client(tmp_path)
+    marked = [run for run in runs_of(tmp_path).values() if "autofit.role" in run.data.tags]
+    api.delete_tag(marked[0].info.run_id, "autofit.kind")
+    api.delete_tag(marked[1].info.run_id, "autofit.trial")
+    for run in api.search_runs([experiment_id(api, tmp_path, "law")], "tags.`autofit.kind` = 'study'"):
+        api.delete_tag(run.info.run_id, "autofit.trials")  # else there is nothing new to look at
+    assert sync(tmp_path, "law") == 8
+    api.delete_run(marked[0].info.run_id)
+    assert_equal_to_optuna(tmp_path)
+
+
 class Growing:
     """A study in which one more trial is finished each time that it is read."""
 

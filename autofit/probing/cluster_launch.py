@@ -13,16 +13,12 @@ from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import end_of, write_json
 from autofit.probing.allocation import Allocation
 from autofit.probing.job import answered, cancel, run_probe
-from autofit.probing.launch import DebugLauncher, Launcher, answer_in, lost, lost_path
+from autofit.probing.launch import LATE_S, DebugLauncher, Launcher, answer_in, lost, lost_path
 from autofit.probing.pool import Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult
 
 _LOOK_S = 0.25  # between two listings of the shared folder
 _SUBMIT_S = 1.0  # least time between two calls of sbatch: jobs that are missing meanwhile are one array
-# An answer may come this much later than its job's end: NFS looks at a folder anew after 60 s at most (acdirmax of
-# nfs(5)), and until then a file that was looked for and not found is taken for missing.
-_LATE_S = 60.0
-_MISSING_S = 5.0  # a probe that is nowhere for this long was lost between two files
 _BROKEN_JOBS = 3  # one after the other that end before they begin: nothing can run
 _IDLE_S = 20.0
 _HELD = "launch_failed_requeued_held"  # Slurm's reason
@@ -82,14 +78,17 @@ class ClusterLauncher(Launcher):
         """The answer in `folder`; a LOST one if its job has ended without; None while it waits or runs."""
         self._look()
         name = folder.name
-        if name in self._seen.waiting:
-            return None
         job = self._seen.running.get(name)
-        if job is not None:
-            ended = self._ended(name, job)
-            return None if ended is None or self._is_late(folder, ended) else self._concluded(folder, job, ended)
+        ended = None if job is None else self._ended(name, job)
+        if name in self._seen.waiting or (job is not None and ended is None):
+            self._missing.pop(name, None)
+            return None
+        if job is not None and ended is not None:
+            completed = ended.state == "COMPLETED"  # then it had written an answer
+            late = completed and answer_in(folder) is None and self._may_come(name)
+            return None if late else self._concluded(folder, job, ended)
         found = answer_in(folder) or self._lost_in(folder)
-        if found is None and time.monotonic() - self._missing.setdefault(name, time.monotonic()) < _MISSING_S:
+        if found is None and self._may_come(name):
             return None
         self._missing.pop(name, None)
         return found or self._given_up(folder, lost(folder, "no job has it", Cause.JOB))
@@ -131,12 +130,10 @@ class ClusterLauncher(Launcher):
             return JobState(state="ENDED")  # Slurm has begun to count anew
         return state if state.waits or not state.is_alive else None
 
-    def _is_late(self, folder: Path, state: JobState) -> bool:
-        """Whether the answer may still be on its way: a job that completed had written one."""
-        if state.state != "COMPLETED" or answer_in(folder) is not None:
-            return False
+    def _may_come(self, name: str) -> bool:
+        """Whether what is missing of the probe may still be on its way: its answer, or the name of its job."""
         now = time.monotonic()
-        return now - self._missing.setdefault(folder.name, now) < _LATE_S
+        return now - self._missing.setdefault(name, now) < LATE_S
 
     def _concluded(self, folder: Path, job: str, state: JobState) -> ProbeResult:
         """The result of a probe whose job ended while it had the probe."""

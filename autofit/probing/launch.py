@@ -25,6 +25,9 @@ from autofit.probing.job import answered, cancel, run_probe, waiting_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import lives, note_of
 
+# What another machine writes may be seen this much later: NFS looks at a folder anew after 60 s at most (acdirmax of
+# nfs(5)), and until then a file that was looked for and not found is taken for missing, and a listing is an old one.
+LATE_S = 60.0
 _ENDED = {  # by the state that Slurm gives it
     "CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit before it had saved a checkpoint",
     "OUT_OF_MEMORY": "was killed, as it used more memory than --mem", "PREEMPTED": "was preempted",
@@ -244,6 +247,11 @@ class ClusterJob:
 def cluster_job(note: Mapping[str, object]) -> ClusterJob | None:
     """The scheduler's job that the content of a job.json records; None where it is a process of this machine."""
     return next((ClusterJob(kind, str(job)) for kind, job in note.items() if kind == SLURM or ":" in kind), None)
+
+
+def is_of_cluster(folder: Path) -> bool:
+    """Whether the job recorded in `folder` is a scheduler's, and so may run on another machine."""
+    return cluster_job(_note(folder / "job.json") or {}) is not None
 
 
 def _in_queue(folder: Path) -> tuple[ClusterJob, JobState] | None:

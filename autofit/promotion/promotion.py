@@ -14,7 +14,15 @@ from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
 from autofit.files import private_folder, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
-from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
+from autofit.probing.launch import (
+    LATE_S,
+    cancel_waiting,
+    end_in_slurm,
+    is_alive,
+    is_of_cluster,
+    place_in_slurm,
+    start_job,
+)
 from autofit.promotion.checkpoints import checkpoints
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import run_promoted
@@ -52,6 +60,7 @@ from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, read_
 from autofit.watching.thresholds import Guard
 
 _MOST = 3  # settings that are named
+_LOOK_S = 0.1  # between two looks at a run
 
 
 def edit_note(record: StudyRecord, cwd: Path) -> str:
@@ -295,6 +304,7 @@ def follow(
     said: set[tuple[object, ...]] = set()  # a rescue takes steps and events back, so no count would do
     read: list[tuple[int, int] | None] = []
     where: str | None = None
+    ended_at: float | None = None
     while True:
         alive = is_alive(promotion.folder)
         if alive and (now := place_in_slurm(promotion.folder)) not in (None, where):
@@ -307,20 +317,30 @@ def follow(
         final = RunFolder(promotion.folder).final()
         if final is not None:
             return final
-        if not alive:
-            failure = RunFolder(promotion.folder).failure()
-            if failure is not None:
-                raise EnvironmentFault(f"the run failed: {failure}; see {log_of(promotion.folder)}")
-            asked = stop_asked(promotion.folder)
-            if asked is not None:
-                raise EnvironmentFault(f"the run was stopped: {asked.text}; the same command goes on from there")
-            found = (end_in_slurm(promotion.folder), ending_of(promotion.folder))
-            reason = "; ".join(filter(None, found)) or "perhaps killed"
-            raise EnvironmentFault(
-                f"the run ended before its last step ({reason}); run the same command to resume it; "
-                f"see {log_of(promotion.folder)}"
-            )
-        time.sleep(0.1)
+        ended_at = None if alive else ended_at or time.monotonic()
+        if ended_at is not None:
+            late = is_of_cluster(promotion.folder) and time.monotonic() - ended_at < LATE_S
+            fault = _fault(promotion.folder, more_may_come=late)
+            if fault is not None:
+                raise fault
+        time.sleep(_LOOK_S)
+
+
+def _fault(folder: Path, *, more_may_come: bool) -> EnvironmentFault | None:
+    """The reason why a run without a process is not done; None where its node's last words may not be seen yet."""
+    failure = RunFolder(folder).failure()
+    if failure is not None:
+        return EnvironmentFault(f"the run failed: {failure}; see {log_of(folder)}")
+    asked = stop_asked(folder)
+    if asked is not None:
+        return EnvironmentFault(f"the run was stopped: {asked.text}; the same command goes on from there")
+    reason = "; ".join(filter(None, (end_in_slurm(folder), ending_of(folder))))
+    if not reason and more_may_come:
+        return None
+    return EnvironmentFault(
+        f"the run ended before its last step ({reason or 'perhaps killed'}); run the same command to resume it; "
+        f"see {log_of(folder)}"
+    )
 
 
 def _state(path: Path) -> tuple[int, int] | None:
@@ -351,7 +371,7 @@ def stop(promotion: Promotion, *, wait_s: float = 120.0) -> bool:
     cancel_waiting(promotion.folder)
     deadline = time.monotonic() + wait_s
     while is_alive(promotion.folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(_LOOK_S)
     return not is_alive(promotion.folder)
 
 

@@ -89,14 +89,14 @@ def roles_of(trials: Sequence[Trial], record: StudyRecord) -> dict[int, str]:
 
 def _mark(api: Any, experiment: str, roles: Mapping[int, str]) -> None:
     """Tag the runs of these trials with their role, and take the tag off those that lost it."""
-    marked = [r for r in search(api, experiment, f"tags.`{ROLE}` LIKE '%'") if r.data.tags[KIND] == "trial"]
-    had = {int(run.data.tags[TRIAL]): run for run in marked}
-    for number, run in had.items():
-        if number not in roles:
+    where = f"tags.`{ROLE}` LIKE '%' AND tags.`{KIND}` = 'trial' AND tags.`{TRIAL}` LIKE '%'"  # users delete tags
+    had = {run.data.tags[TRIAL]: run for run in search(api, experiment, where)}
+    for marked, run in had.items():
+        if marked not in map(str, roles):
             for key in (ROLE, COLOR):
                 if key in run.data.tags:
                     api.delete_tag(run.info.run_id, key)
-    new = [n for n, role in roles.items() if n not in had or had[n].data.tags[ROLE] != role]
+    new = [n for n, role in roles.items() if str(n) not in had or had[str(n)].data.tags[ROLE] != role]
     runs = runs_of(api, experiment, new) if new else {}
     for number in new:
         if str(number) in runs:

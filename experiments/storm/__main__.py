@@ -8,6 +8,7 @@ a traceback, a hang, a flood, an error that is not one line, a trial or step los
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import random
@@ -25,11 +26,18 @@ for helpers in (HERE.parents[1] / "tests", HERE.parent):
     sys.path.insert(0, str(helpers))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(HERE.parent), str(HERE.parents[1])])
 
+from storm.clocks import NAME as CLOCKS  # noqa: E402
+from storm.clocks import step_clocks  # noqa: E402
+from storm.command_kills import NAME as COMMAND_KILLS  # noqa: E402
+from storm.command_kills import kill_commands  # noqa: E402
 from storm.commands import kill_mirrors, kill_servers  # noqa: E402
 from storm.databases import kill_postgres  # noqa: E402
+from storm.forks import Forks, forking  # noqa: E402
 from storm.full_runs import kill_runs, tear_checkpoints  # noqa: E402
-from storm.inputs import Found, Reader, attack  # noqa: E402
+from storm.inputs import Found, Reader, attack, quick_folder  # noqa: E402
 from storm.kills import kill_creations, kill_searches  # noqa: E402
+from storm.late_files import NAME as LATE_FILES  # noqa: E402
+from storm.late_files import search_late  # noqa: E402
 from storm.neighbours import NAME, meet_neighbours  # noqa: E402
 from storm.pages import NAME as PAGES  # noqa: E402
 from storm.pages import ask_pages  # noqa: E402
@@ -50,13 +58,17 @@ KILLS = {
     "kills of a Postgres": kill_postgres,
 }  # fmt: skip
 _ONCE = {
-    WHOLE: 200,
+    WHOLE: 400,
     PLACES: 300,
-    "torn files": 8,
+    COMMAND_KILLS: 300,
+    "torn files": 30,
     "torn checkpoints": 4,
     PAGES: 100,
     QUOTAS: 6,
+    CLOCKS: 40,
+    LATE_FILES: 3,
 }  # tried before their results are written down
+_STAY = (WHOLE, COMMAND_KILLS, PLACES, "torn files")  # what they made is attacked again by the next part
 _KILLS_ONCE = 8
 Attack = Callable[[Path, int, int, float], Found]  # (folder, how many, number of the first, until)
 
@@ -71,6 +83,8 @@ def main() -> int:
     parser.add_argument("--commands", type=int, default=200, help="whole commands with hostile options and files")
     parser.add_argument("--questions", type=int, default=50, help="requests to the page of `autofit web`")
     parser.add_argument("--quotas", type=int, default=4, help="searches and commands that reach a quota of the disk")
+    parser.add_argument("--clocks", type=int, default=20, help="steps of the clock during searches and commands")
+    parser.add_argument("--late", type=int, default=1, help="searches on Slurm from where files are seen late")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     parser.add_argument("--only", action="append", metavar="NAME", help="what is attacked, as the storm prints it")
@@ -78,14 +92,20 @@ def main() -> int:
         "--on", action="store_true",
         help=f"go on towards the goals, part by part, from where {FILE.name} ends, and add to it",
     )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, help="what the attacks are on, kept for the next storm; without: a new one"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts in the background ignores Ctrl-C
     until = time.monotonic() + 60 * options.minutes
-    with tempfile.TemporaryDirectory(prefix="storm-", ignore_cleanup_errors=True) as home:
-        folder = Path(home)
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="storm-", dir=quick_folder(), ignore_cleanup_errors=True)
+        ))  # fmt: skip
+        forks = functools.cache(lambda: stack.enter_context(forking()))
         os.environ |= {"AUTOFIT_CACHE": str(folder / "cache"), "MLFLOW_TRACKING_URI": ""}
         os.environ.pop("MLFLOW_TRACKING_URI")
-        every = _attacks(options.seed)
+        every = _attacks(options.seed, forks)
         if options.on:
             return _go_on({name: every[name] for name in options.only or (*_ONCE, *KILLS)}, folder, options.seed, until)
         total = Found()
@@ -95,8 +115,11 @@ def main() -> int:
     return 1 if total.wrong else 0
 
 
-def _attacks(seed: int) -> dict[str, Attack]:
-    """All attacks by name. The same seed and number give the same attack, as far as processes allow."""
+def _attacks(seed: int, forks: Callable[[], Forks]) -> dict[str, Attack]:
+    """All attacks by name; `forks` is called by those that need it.
+
+    The same seed and number give the same attack, as far as processes allow.
+    """
 
     def dice(name: str, first: int) -> random.Random:
         return random.Random(f"{seed}:{name}:{first}")
@@ -116,7 +139,10 @@ def _attacks(seed: int) -> dict[str, Attack]:
         "torn checkpoints": tears("torn checkpoints", tear_checkpoints),
         **{name: kills(name, kill) for name, kill in KILLS.items()},
         WHOLE: lambda folder, count, first, until: attack_commands(
-            folder, inputs=count, seed=seed, first=first, until=until
+            folder, forks(), inputs=count, seed=seed, first=first, until=until
+        ),
+        COMMAND_KILLS: lambda folder, count, first, until: kill_commands(
+            folder, forks(), kills=count, dice=dice(COMMAND_KILLS, first), until=until
         ),
         PLACES: lambda folder, count, first, until: call_from_places(
             folder, calls=count, first=first, dice=random.Random(seed), until=until
@@ -126,6 +152,12 @@ def _attacks(seed: int) -> dict[str, Attack]:
         ),
         QUOTAS: lambda folder, count, first, until: reach_quotas(
             folder, quotas=count, dice=dice(QUOTAS, first), until=until
+        ),
+        CLOCKS: lambda folder, count, first, until: step_clocks(
+            folder, steps=count, dice=dice(CLOCKS, first), until=until
+        ),
+        LATE_FILES: lambda folder, count, first, until: search_late(
+            folder, searches=count, dice=dice(LATE_FILES, first), until=until
         ),
         NAME: lambda folder, count, first, until: meet_neighbours(
             folder, meetings=count, dice=dice(NAME, first), until=until
@@ -138,8 +170,8 @@ def _count(name: str, options: argparse.Namespace) -> int:
     if name in (PLACES, NAME) and os.geteuid() != 0:
         return 0
     known = {
-        WHOLE: options.commands, PLACES: options.calls, NAME: options.meetings, PAGES: options.questions,
-        QUOTAS: options.quotas,
+        WHOLE: options.commands, COMMAND_KILLS: options.kills, PLACES: options.calls, NAME: options.meetings,
+        PAGES: options.questions, QUOTAS: options.quotas, CLOCKS: options.clocks, LATE_FILES: options.late,
         "torn files": options.torn - options.torn // 5, "torn checkpoints": options.torn // 5,
         **dict.fromkeys(KILLS, options.kills // len(KILLS)),
     }  # fmt: skip
@@ -148,12 +180,13 @@ def _count(name: str, options: argparse.Namespace) -> int:
 
 def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float) -> int:
     """Attack part by part, each in turn, and add what each found to the results; 1 where anything was mishandled."""
-    results, wrong, part = Results(), 0, 0
+    results, wrong, part, at = Results(), 0, 0, commit()
     while time.monotonic() < until:
         name = list(attacks)[part % len(attacks)]
-        own = folder if name == WHOLE else folder / f"part-{part}"
-        own.mkdir(exist_ok=True)
-        first, began, at = results.next_of(name, seed), time.monotonic(), commit()
+        stays = name in _STAY
+        own = folder / ("kept" if stays else f"part-{part}")
+        own.mkdir(parents=True, exist_ok=True)
+        first, began = results.next_of(name, seed), time.monotonic()
         found = _told(partial(attacks[name], own, _ONCE.get(name, _KILLS_ONCE), first, until))
         results.add(Result(
             kind=name, seed=seed, first=first, tried=found.tried.total(), refused=found.refused,
@@ -162,7 +195,7 @@ def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float)
         ))  # fmt: skip
         wrong += found.times_wrong.total()
         part += 1
-        if own != folder:
+        if not stays:
             shutil.rmtree(own, ignore_errors=True)
     return 1 if wrong else 0
 

@@ -3,6 +3,7 @@
 A case is a child of this process that becomes the user and runs the command; a second is enough for about ten.
 """
 
+import functools
 import itertools
 import os
 import random
@@ -19,7 +20,7 @@ from search_driver import main as drive
 
 from autofit.cli import main
 from autofit.files import write_json
-from storm.inputs import Found
+from storm.inputs import Found, quick_folder
 
 NAME = "places and users"
 _GROUP, _OTHERS = 34600, 34601
@@ -67,7 +68,8 @@ def call_from_places(
     found = Found()
     if not calls:
         return found
-    drive(folder / "study", 2, 0)
+    if not (folder / "study").exists():  # a storm of many parts makes it once
+        drive(folder / "study", 2, 0)
     _load_all(folder, without)
     every = [case for case in cases() if case.command[0] not in without]
     dice.shuffle(every)
@@ -87,9 +89,10 @@ def call_from_places(
     return found
 
 
+@functools.cache  # once a process
 def _load_all(folder: Path, without: tuple[str, ...]) -> None:
     """Import what the commands need: another user may not enter the folder of this Python."""
-    shutil.copytree(folder / "study", folder / "warm")
+    shutil.copytree(folder / "study", folder / "warm", dirs_exist_ok=True)
     for command in _COMMANDS:
         if command[0] not in without:
             with chdir(folder / "warm"):
@@ -109,7 +112,7 @@ def _turns(every: list[Case]) -> dict[Case, int]:
 @contextmanager
 def _project(study: Path, case: Case) -> Iterator[tuple[Path, Path]]:
     """(a folder of projects, the studies in one of them), with the modes of a group that shares its projects."""
-    home = Path(tempfile.mkdtemp(prefix="places-", dir="/tmp"))
+    home = Path(tempfile.mkdtemp(prefix="places-", dir=quick_folder()))
     try:
         home.chmod(0o755)
         project, elsewhere = home / "project", home / "elsewhere"

@@ -6,17 +6,11 @@ A server that leaks, hangs or dies under them is one of the things that are look
 
 import argparse
 import functools
-import json
-import os
 import random
 import shutil
 import signal
-import socket
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tiny
 import yaml
@@ -24,7 +18,7 @@ from search_driver import main as drive
 
 from autofit.cli import main
 from autofit.commands.arguments import parser
-from storm.forks import forking
+from storm.forks import Forks, Signalled
 from storm.inputs import Found
 from storm.odd_files import ODD_WORDS as ODD
 from storm.odd_files import SECRET, write_files
@@ -45,21 +39,31 @@ _USED = {"run": "pipeline.yaml", "--accelerate_config": "accelerate.yaml", "--pr
          "--storage": "file:storage", "--dir": "studies"}  # fmt: skip
 _SET = ("lora_r", "env.A", "launch.ranks", "max_steps", "deepspeed", "x.y", "model_name_or_path")
 _WORKS = ("search", "check", "estimate", "advise", "run", "verify")  # a whole one may take minutes: it is interrupted
+# What most inputs would trace again, for minutes: the recipe that stands where none is named, and the template's own.
+_TRACED = (
+    ["search", "--gpu", "a100-40gb", "--trials", "1", "--no-confirm", "--no-mlflow"],
+    ["search", "run.yaml", "--gpu", "t4", "--trials", "1", "--no-mlflow"],
+    ["search", "sft/run.yaml", "--gpu", "t4", "--trials", "1", "--no-mlflow"],
+    ["estimate", "sft/run.yaml", "--gpu", "2xh100"],
+)
+_TRACES_S = 180.0
 _LONGEST_S = {True: 30.0, False: 90.0}
-_SECONDS = 90.0
 _INTERRUPTED_AT = (-2.5, 0.5)  # exponents of ten of the seconds: most commands end in less than one
 _LONGEST_LINE = 1000
 
 
-def attack_commands(folder: Path, *, inputs: int, seed: int, until: float, first: int = 0) -> Found:
-    """`inputs` whole commands of the seed, from the number `first` on."""
+def attack_commands(folder: Path, forks: Forks, *, inputs: int, seed: int, until: float, first: int = 0) -> Found:
+    """`inputs` whole commands of the seed, from the number `first` on. The template and what was traced stay there."""
     found = Found()
-    template = _template(folder)
-    with forking() as (forks, kept):
-        for number in range(first, first + inputs):
-            if time.monotonic() > until:
-                break
-            _try((forks, kept), template, folder / "input", seed, number, found)
+    template = made_template(folder)
+    if inputs and not (folder / "traced").exists():
+        shutil.copytree(template, folder / "traced")
+        for words in _TRACED:
+            forks.call(words, folder / "traced", cache=folder / "cache", most_s=_TRACES_S)
+    for number in range(first, first + inputs):
+        if time.monotonic() > until:
+            break
+        _try(forks, template, folder / "input", seed, number, found)
     return found
 
 
@@ -133,17 +137,20 @@ def _option(action: argparse.Action, dice: random.Random) -> list[str]:
 # -- one input --------------------------------------------------------------------------------------------------------
 
 
-def _try(servers: tuple[Path, Path], template: Path, home: Path, seed: int, number: int, found: Found) -> None:
-    """Try an input at the first server, a tenth of them at the other one, which is the product's own."""
+def _try(forks: Forks, template: Path, home: Path, seed: int, number: int, found: Found) -> None:
+    """Try an input as a fork, a tenth of them at the product's own kept server."""
     dice = random.Random(f"{seed}:{number}")
-    server = servers[dice.random() < 0.1]
+    server = forks.kept if dice.random() < 0.1 else forks.own
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(template, home, symlinks=True)
     changed = write_files(home, dice)
     words = arguments(dice)
     interrupted_s = 10 ** dice.uniform(*_INTERRUPTED_AT) if dice.random() < _interruptions(words[0]) else None
     began = time.monotonic()
-    code, said = _called(server, words, home, interrupted_s)
+    code, said = forks.call(
+        words, home, server=server, cache=home.parent / "cache", most_s=_LONGEST_S[words[0] in _WORKS],
+        signalled=None if interrupted_s is None else Signalled(number=signal.SIGINT, after_s=interrupted_s),
+    )  # fmt: skip
     found.tried[NAME] += 1
     found.refused += code == 2
     found.slowest_s = max(found.slowest_s, time.monotonic() - began)
@@ -155,49 +162,6 @@ def _try(servers: tuple[Path, Path], template: Path, home: Path, seed: int, numb
 def _interruptions(command: str) -> float:
     """How often the command gets Ctrl-C at a random moment: a whole simulation takes as long as a hundred refusals."""
     return 1.0 if command in _SERVES else 0.75 if command in _WORKS else 0.2
-
-
-def _called(server: Path, words: Sequence[str], home: Path, interrupted_s: float | None) -> tuple[int, str]:
-    """(exit code, output) of a command that the server runs in `home`; -1 where it did not end, -2 without an end."""
-    environment = os.environ | {"AUTOFIT_CACHE": str(home.parent / "cache"), "HOME": str(home), "COLUMNS": "100"}
-    request = {"command": list(words), "env": environment, "ignored": []}
-    with tempfile.TemporaryFile() as told, socket.socket(socket.AF_UNIX) as connection:
-        at, nothing = os.open(home, os.O_PATH), os.open(os.devnull, os.O_RDONLY)
-        try:
-            connection.settimeout(_SECONDS)
-            connection.connect(str(server))
-            data = json.dumps(request).encode("utf-8", "surrogatepass") + b"\n"
-            sent = socket.send_fds(connection, [data], [nothing, told.fileno(), told.fileno(), at])
-            connection.sendall(data[sent:])
-            if b"ready" not in connection.recv(64):
-                return -2, "the server did not take it"
-            connection.sendall(b"go\n")
-            answer = _answer(connection, _LONGEST_S[words[0] in _WORKS] if interrupted_s is None else interrupted_s)
-        except TimeoutError:
-            answer = {"code": -1}
-        except OSError as error:
-            return -2, str(error)
-        finally:
-            os.close(at)
-            os.close(nothing)
-        told.seek(0)
-        said = told.read().decode(errors="replace")
-    return int(answer.get("code", -int(answer.get("signal", 2)))), said
-
-
-def _answer(connection: socket.socket, interrupted_s: float) -> dict[str, Any]:
-    connection.settimeout(interrupted_s)
-    try:
-        return _read(connection)
-    except TimeoutError:
-        connection.sendall(bytes([signal.SIGINT]))
-        connection.settimeout(_SECONDS)
-    return _read(connection)
-
-
-def _read(connection: socket.socket) -> dict[str, Any]:
-    found = connection.recv(4096)
-    return dict(json.loads(found)) if found else {}
 
 
 def _wrong(code: int, said: str, home: Path, *, interrupted: bool) -> list[str]:
@@ -227,7 +191,7 @@ def _has_secret(path: Path) -> bool:
 # -- the server and the files -----------------------------------------------------------------------------------------
 
 
-def _template(folder: Path) -> Path:
+def made_template(folder: Path) -> Path:
     """A folder with a small study, a model and its data; recipes are written for each input."""
     template = folder / "template"
     if not template.exists():
@@ -238,5 +202,6 @@ def _template(folder: Path) -> Path:
         values = yaml.safe_load((template / "run.yaml").read_text())
         values |= {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
         (template / "run.yaml").write_text(yaml.safe_dump(values))
-        tiny.write_offline_recipe("sft", template / "sft", Path("model"), dataset_name="sft/data", output_dir="out")
+        names = {"dataset_name": "sft/data", "output_dir": "out", "packing": False}  # a key of SFT alone
+        tiny.write_offline_recipe("sft", template / "sft", Path("model"), **names)
     return template
