@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from experiments.frontends.peaks import table
-from experiments.frontends.peaks.mixed import draw
+from experiments.frontends.peaks.mixed import draw, packs
 from experiments.frontends.peaks.rows import KINDS, Row, read_rows
 from experiments.frontends.peaks.then import NAME
+from experiments.frontends.peaks.whole_run import Event, Traced, grown
 
 GIB = 2**30
 ROW = Row(
@@ -60,6 +61,43 @@ def test_lengths_are_drawn_from_each_dataset_between_its_ends_and_the_same_each_
     assert 1900 < max(drawn) <= 2048
     alone = draw(parts[1:], count=2000, most=None)
     assert abs(sum(alone) / len(alone) - 58.9) < 3
+
+
+def test_packed_rows_are_filled_by_the_longest_first_and_not_padded() -> None:
+    parts = ((112958, 465.3, 320.1, 36, 6106),)
+    rows = packs(parts, count=64, most=8192, together=128)
+    assert rows == packs(parts, count=64, most=8192, together=128)
+    assert len(rows) == 64
+    assert max(rows) == 8192
+    assert 8100 < min(rows) < 8192
+    assert packs(((9, 5.0, 0.0, 5, 5),), count=3, most=12, together=4) == (10, 10, 10)
+
+
+def test_a_whole_run_is_played_at_any_length_and_holds_the_blocks_of_each_new_longest_sample() -> None:
+    part = (Event(0, 0.0, 2.0**20), Event(0))  # 1 MiB a token, which no smaller block serves
+    row = replace(ROW, samples=((9, 60.0, 20.0, 20, 100),), longest_tokens=(100, 100))
+    reserved = dict(grown(row, Traced(([], []), (part, part, ())), steps=10, seed=0))
+    assert list(reserved) == [1, 5, 10]
+    records: list[int] = []
+    for tokens in draw(row.samples, count=160, most=100):
+        if tokens > max(records, default=0):
+            records.append(tokens)
+    assert reserved[10] == round(sum(tokens + tokens % 2 for tokens in records) / 1024, 2)
+
+
+def test_rows_of_axolotl_have_the_allocator_settings_of_their_day_and_its_reserved_bytes() -> None:
+    rows = {row.name: row for row in read_rows()}
+    rounded = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:16"}
+    assert rows["axolotl/plano/plano-4b-qlora"].changes["env"] == rounded
+    assert rows["axolotl/plano/plano-4b-qlora"].kind == "reserved"
+    assert rows["axolotl/devstral/devstral-small-qlora"].kind == "not said"  # before the logs had the key
+    assert rows["axolotl/llama-2/lora"].changes["env"] is None
+
+
+def test_what_is_known_of_a_difference_stands_beside_the_row() -> None:
+    assert table.line(replace(ROW, why="logits that it does not make"), answer(10.0, 10.0)).endswith(
+        "| logits that it does not make |"
+    )
 
 
 def test_a_row_that_was_refused_counts_as_not_read() -> None:

@@ -353,6 +353,17 @@ def test_a_deepspeed_file_is_found_from_the_folder_where_the_tool_is_started(tmp
         of_yaml(tmp_path / "train", {**LLAMA, "deepspeed": "configs/z9.json"})
 
 
+def test_a_training_has_the_allocator_settings_that_its_tool_starts_it_with(tmp_path: Path) -> None:
+    growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert of_yaml(tmp_path, AXO).values["env"] == growing
+    assert "env" not in of_yaml(tmp_path, LLAMA).values  # one process, which the launcher starts as it is
+    shared = of_yaml(tmp_path, {**LLAMA, "fsdp": "full_shard auto_wrap"})
+    assert shared.values["env"] == growing
+    told = read(tmp_path / "run.yaml", text=yaml.safe_dump(LLAMA), ranks=2)
+    assert told is not None
+    assert told.values["env"] == growing
+
+
 def test_axolotl_holds_weights_in_bfloat16_and_fills_packed_rows_to_a_multiple_of_64(tmp_path: Path) -> None:
     found = of_yaml(tmp_path, {**AXO, "sample_packing": True, "gradient_checkpointing": True})
     assert (found.trainer, found.values["dtype"], found.values["bf16"]) == ("hf", "bfloat16", True)

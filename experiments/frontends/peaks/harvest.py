@@ -13,10 +13,14 @@ Rules, written before any prediction:
 - the script is read as it was in the commit that wrote the figure: many were changed later (another model, other data).
 - a training of samples of known lengths (mean, deviation, ends of each dataset) is predicted over lengths drawn from
   them (`mixed.py`), and has an error; reserved bytes depend on how lengths follow each other.
+- rows that ms-swift packs are not padded to max_length: where the lengths of a `swift sft`'s datasets are known, its
+  rows' are those of packing samples of such lengths (PACKED at a time, as its PackingDataset did in 2025).
 - DDP before torch 2.8 has no error (BROADCAST).
 - GB of a figure that nvidia-smi shows are GiB.
 - a figure that was written before torch 2.8 came out is of transformers' default of then, the foreach AdamW, which
   holds a copy of the trained weights more in its step (transformers.TrainingArguments.optim: fused from torch 2.8 on).
+- Axolotl's allocator settings are those of the day (ROUNDED and GROWING: its utils/__init__.py). Its figures since
+  LOGGED are torch's reserved bytes: examples/gpt-oss/README.md says so of its own, which are of that day.
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ FIGURE = re.compile(
     r"(?:\s*\*\s*(?P<after>\d+))?(?:.*?(?P<step>\d+(?:\.\d+)?)\s*s/it)?",
 )
 FUSED = "2025-08-06"  # torch 2.8
+GROWING, ROUNDED = "2024-07-16", "2026-03-24"  # expandable_segments from, roundup_power2_divisions until (torch 2.9)
+LOGGED = "2025-08-06"  # `device_mem_reserved(gib)` in Axolotl's logs
+PACKED = 128  # PackingDataset's packing_interval
 UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
 BROADCAST = ("DDP's first broadcast: torch before 2.8 keeps copies of weights until NCCL's stream has caught up with "
              "the host, so that between nothing and the whole model is held once more")  # fmt: skip
@@ -113,9 +120,10 @@ def longest(text: str, known: dict[str, Part]) -> tuple[tuple[int, int] | None, 
     """(Fewest, most) tokens of the longest sample that a script trains on, how that is known, and what to draw from."""
     limit = re.search(r"--max_length\s+(\d+)", text)
     most = int(limit[1]) if limit else None
-    if re.search(r"--packing\s+true", text) and most:
-        return (most, most), "packed to max_length", []
     parts, why = parts_of(text, known)
+    if re.search(r"--packing\s+true", text) and most:
+        sft = re.search(r"\bswift sft\b", text)
+        return (most, most), "packed to max_length", [part for part, _ in parts] if sft else []
     if not parts:
         return None, why, []
     ends = []
@@ -165,6 +173,7 @@ def scripts(folder: Path) -> Iterator[dict[str, object]]:
                 "measured_gib": float(found["size"]), "half_digit_gib": half_digit(found["size"]),
                 "kind": "reserved or nvidia-smi", "file": path, "commit": commit[:12], "path": then, "ranks": ranks,
                 "longest_tokens": lengths, "lengths": how, "samples": samples, "changes": changes,
+                **({"packed_together": PACKED} if samples and how.startswith("packed") else {}),
                 "undecided": undecided,
                 "measured_step_s": float(found["step"]) if found["step"] else None,
             }  # fmt: skip
@@ -329,9 +338,18 @@ def main() -> None:
         if "commit" in row:
             row |= {"commit": str(row["commit"]), "path": row["file"]}
         row["date"] = str(row.get("date", usual["date"]))
+        if row["date"] < ROUNDED:
+            settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:16"}
+            row["changes"] = {**row.get("changes", {}), "env": None if row["date"] < GROWING else settings}
+        if LOGGED <= row["date"] < usual["date"]:
+            row["kind"] = "reserved"
         rows.append({**usual, "name": f"axolotl/{path.rpartition('.')[0]}", **row, **shape})
     rows += [*benchmark(options.ms_swift), *qwen(options.qwen)]
     assert len({row["name"] for row in rows}) == len(rows)
+    for begins, why in yaml.safe_load((HERE / "why.yaml").read_text("utf-8")).items():
+        for row in rows:
+            if str(row["name"]).startswith(begins):
+                row["why"] = why
     text = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     ROWS.write_text(f'{{"rows": [\n{text}\n]}}\n', "utf-8")
     print(len(rows), "rows")

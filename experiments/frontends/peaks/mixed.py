@@ -6,6 +6,7 @@ length seldom serve another, so the allocator asks for more, until it has enough
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,27 @@ def draw(parts: Sequence[Part], *, count: int, most: int | None, seed: int = 0) 
         if low <= tokens <= min(high, most or high):
             found.append(tokens)
     return tuple(found)
+
+
+def packs(parts: Sequence[Part], *, count: int, most: int, together: int, seed: int = 0) -> tuple[int, ...]:
+    """`count` rows' tokens as ms-swift packs samples of `parts` to `most`: the longest first, each where it fits.
+
+    It packs `together` samples at a time; the last row of them, which is not full, is packed again with the next ones.
+    """
+    lengths = iter(draw(parts, count=together * (count + 1), most=most, seed=seed))
+    found: list[int] = []
+    left: list[int] = []
+    while len(found) < count:
+        rows: list[list[int]] = []
+        for tokens in sorted([*left, *itertools.islice(lengths, together)], reverse=True):
+            fits = next((row for row in rows if sum(row) + tokens <= most), None)
+            if fits is None:
+                rows.append([tokens])
+            else:
+                fits.append(tokens)
+        left = rows.pop()
+        found += [sum(row) for row in rows]
+    return tuple(found[:count])
 
 
 TRAINER = Mixed()

@@ -16,7 +16,7 @@ from autofit.api.estimating import Estimate
 from autofit.files import write_json
 from autofit.frontends.reading import read
 from experiments.frontends.peaks.mixed import NAME as MIXED
-from experiments.frontends.peaks.mixed import draw
+from experiments.frontends.peaks.mixed import draw, packs
 from experiments.frontends.peaks.rows import Row, read_rows
 
 DRAWN = 64  # lengths, which repeat after that
@@ -42,9 +42,18 @@ def estimate(row: Row, tokens: int | None, checkout: Path, folder: Path) -> Esti
         recipe, changes, trainer, prompt = {**row.recipe, **changes}, {}, row.trainer or "hf", tokens
     if row.samples:
         trainer = MIXED
-        changes["sample_tokens"] = ",".join(map(str, draw(row.samples, count=DRAWN, most=tokens)))
+        changes["sample_tokens"] = ",".join(map(str, lengths(row, tokens)))
+        if row.packed_together:
+            changes["packing"] = False  # rows of packs' lengths stand for them
     return autofit.estimate(recipe, gpu=card, trainer=trainer, changes=changes, prompt_tokens=prompt, lengths="off",
                             advice=False)  # fmt: skip
+
+
+def lengths(row: Row, tokens: int | None) -> tuple[int, ...]:
+    """What the rows of the training have, drawn."""
+    if row.packed_together and tokens:
+        return packs(row.samples, count=DRAWN, most=tokens, together=row.packed_together)
+    return draw(row.samples, count=DRAWN, most=tokens)
 
 
 def files_of(commit: str, checkout: Path, folder: Path) -> None:

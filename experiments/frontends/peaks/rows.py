@@ -20,7 +20,7 @@ class Row:
 
     `longest_tokens` is (fewest, most) tokens that the run's longest sample has, None where nothing is known of it.
     `samples` are the datasets from whose lengths the run's are drawn, up to the most of `longest_tokens`; none where
-    all samples are alike (packed, or cut) or where their lengths are not known.
+    all samples are alike (padded, or cut) or where their lengths are not known.
     """
 
     name: str
@@ -44,7 +44,9 @@ class Row:
     longest_tokens: tuple[int, int] | None = None
     lengths: str = ""  # how they are known
     samples: tuple[Part, ...] = ()
+    packed_together: int = 0  # samples that ms-swift packs at a time, and does not pad; 0: each is a row by itself
     measured_step_s: float | None = None
+    why: str = ""  # what is known of the difference, found after the prediction
     undecided: str = ""  # what decides the figure, and cannot be known; the row has no error
     older: str = ""  # why the run's code is not what is simulated; the row is shown apart
 

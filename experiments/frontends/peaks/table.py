@@ -77,8 +77,8 @@ def table(rows: Sequence[Row], answers: Mapping[str, Answer | None]) -> str:
         lines += totals(f"all | {half}", [p for p in ran if p[0].kept_out is odd])
     for half, odd in (("Even rows", False), ("Odd rows, predicted once", True)):
         lines += ["", f"## {half}", "",
-                  "| row | ranks | longest sample | measured GiB | device-used | reserved | off | s | s predicted |",
-                  "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+                  "| row | ranks | longest | measured GiB | predicted | reserved | off | s | s predicted | why |",
+                  "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
         lines += [line(row, answer) for row, answer in ran if row.kept_out is odd]
     return "\n".join(lines) + "\n"
 
@@ -114,7 +114,7 @@ def line(row: Row, answer: Answer) -> str:
     """The row's line."""
     if "error" in answer:
         known = f"| {row.name} | {row.ranks} | {lengths(row)} | {row.measured_gib:g} |"
-        return f"{known} not read: {said(answer)} | - | - | - | - |"
+        return f"{known} not read: {said(answer)} | - | - | - | - | - |"
     most = cast("Mapping[str, float]", answer["most"])
     predicted = f"{predicted_gib(row, answer):.2f}"
     off = f"{error(row, answer):+.1%}" + (" (rounds to it)" if within_digits(row, answer) else "")
@@ -137,6 +137,7 @@ def line(row: Row, answer: Answer) -> str:
         off,
         measured_s,
         step_s,
+        row.why or "-",
     ]
     return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
