@@ -5,6 +5,7 @@ With a PORT it is a real rank on the CPU (gloo), else a simulated one. Bytes are
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -55,6 +56,9 @@ def real(rank: int, port: str) -> Iterator[tuple[str, Read, Callable[[], None]]]
     from autofit.probing.memory import _StorageTracker
 
     torch.set_num_threads(1)
+    # It compiles an all-reduce for inference, which a training never calls, for a minute of processor time.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
     for name in COLLECTIVES:
         setattr(dist, name, on_copies(getattr(dist, name)))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
