@@ -136,7 +136,10 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("warm"))
+    """The kept server that runs the tests' commands: one import of torch, transformers and TRL for both (5 s)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_server, "_here", str(command_line.server()))
+        server = ForkServer(tmp_path_factory.mktemp("warm"))
     yield server
     server.close()
 
