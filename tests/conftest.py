@@ -40,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TOGETHER = {
     "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py", "tests/test_probe.py",
     "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
+    "tests/test_web.py",
 }  # fmt: skip
 
 
@@ -136,7 +137,10 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("warm"))
+    """The kept server that runs the tests' commands: one import of torch, transformers and TRL for both (5 s)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_server, "_here", str(command_line.server()))
+        server = ForkServer(tmp_path_factory.mktemp("warm"))
     yield server
     server.close()
 

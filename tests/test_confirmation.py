@@ -221,7 +221,7 @@ def test_a_confirmation_killed_twice_is_no_verdict_and_is_repeated_by_the_next_r
     assert trials[best.number].confirmed is not None
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 def test_ended_during_the_confirmation_the_next_run_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, ending: signal.Signals
 ) -> None:

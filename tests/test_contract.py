@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import command_line
@@ -128,20 +128,24 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one(recipe: Recipe, fork_se
         prepare(path, trainer=recipe.trainer, device="cpu", folder=Path.cwd() / "w", server=fork_server)
 
 
-SIMULATED_ELSEWHERE = ("grpo", "sft", "dpo", "reward", "hf")  # test_simulated.py, test_hf.py
+WHOLE = NEW[1]  # searched, proven and trained below
+SIMULATED_ELSEWHERE = ("grpo", "sft", "dpo", "reward", "hf", WHOLE)  # test_simulated.py, test_hf.py
+PROBED_ELSEWHERE = ("grpo", WHOLE)  # test_probe.py
+
+
+def these(elsewhere: Sequence[str]) -> list[object]:
+    """All trainers; with the mark of the thorough run those `elsewhere`, of which CI has another test."""
+    return [pytest.param(name, marks=pytest.mark.thorough) if name in elsewhere else name for name in TRAINERS]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", these(PROBED_ELSEWHERE), indirect=True)
 def test_a_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer) -> None:
     runs_through_every_phase(recipe, fork_server, "cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", indirect=True,
-    argvalues=[pytest.param(name, marks=pytest.mark.thorough) if name in SIMULATED_ELSEWHERE else name
-               for name in TRAINERS],
-)  # fmt: skip
+@pytest.mark.parametrize("recipe", these(SIMULATED_ELSEWHERE), indirect=True)
 def test_a_simulated_probe_runs_through_every_phase(recipe: Recipe, fork_server: ForkServer) -> None:
     runs_through_every_phase(recipe, fork_server, "sim:t4")
 

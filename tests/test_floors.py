@@ -1,6 +1,7 @@
 """The floors of the house: a module imports only from floors below its own, or from its own floor without a circle."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -72,22 +73,27 @@ def floor(name: str) -> int:
     raise AssertionError(f"{name} is on no floor: add it to FLOORS")
 
 
-IMPORTS = {name: imported(name, path.read_text()) - {name} for name, path in MODULES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each module imports of ours. Not at import: every worker would parse all files to collect its tests."""
+    return {name: imported(name, path.read_text()) - {name} for name, path in MODULES.items()}
 
 
 @pytest.mark.parametrize("name", sorted(set(MODULES) - FREE))
 def test_a_module_imports_nothing_from_a_floor_above(name: str) -> None:
-    upward = {other for other in IMPORTS[name] - FREE if floor(other) > floor(name)}
+    upward = {other for other in imports()[name] - FREE if floor(other) > floor(name)}
     assert not upward
 
 
 def test_no_two_folders_import_each_other_and_no_modules_in_a_circle() -> None:
-    waiting = {name: {o for o in others if o in MODULES} - FREE for name, others in IMPORTS.items() if name not in FREE}
+    waiting = {
+        name: {o for o in others if o in MODULES} - FREE for name, others in imports().items() if name not in FREE
+    }
     while free := {name for name, others in waiting.items() if not others & set(waiting)}:
         waiting = {name: others for name, others in waiting.items() if name not in free}
     assert not waiting, "these are in a circle, or above one"
     folders = {name: ".".join(name.split(".")[:2]) for name in MODULES}
-    pairs = {(folders[a], folders[b]) for a, found in IMPORTS.items() for b in found & set(MODULES)}
+    pairs = {(folders[a], folders[b]) for a, found in imports().items() for b in found & set(MODULES)}
     assert not {(a, b) for a, b in pairs if a < b and (b, a) in pairs and "autofit" not in (a, b)}
 
 
@@ -100,5 +106,5 @@ def test_a_wrong_import_is_seen_wherever_it_stands() -> None:
 
 
 def test_the_core_knows_no_trainer_by_its_module() -> None:
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         assert name.startswith("autofit.trainers") or not any(o.startswith("autofit.trainers") for o in others), name

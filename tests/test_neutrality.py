@@ -142,7 +142,7 @@ def test_every_loss_is_measured_on_ranks() -> None:
     assert {row["trainer"] for row in rows} == set(SPACES)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # CI has the gradient of two ranks in test_proof_ranks.py
 def test_measured_anew_on_ranks_a_row_is_what_the_table_says() -> None:
     row = next(row for row in RANKS_TABLE["rows"] if row["name"] == "bnpo")
     command = [sys.executable, "ranks.py", "--only", "bnpo"]

@@ -480,7 +480,7 @@ def test_seconds_of_many_micro_batches_follow_from_three() -> None:
     assert made[0].step_s == pytest.approx(4 * 32 * 1e15 / gpu_spec("h100").half_flops_per_s)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # CI has the offers of real simulations below, and their order by a law above
 def test_a_lora_of_7b_fits_one_card_of_80_gb_and_two_are_faster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -116,7 +116,7 @@ def test_interrupted_twice_and_resumed_it_ends_as_if_it_never_was(studied: Path,
 @pytest.mark.parametrize(
     ("trainer", "changes"), [("sft", {"shuffle_dataset": True}),
                              pytest.param("dpo", {"precompute_ref_log_probs": True}, marks=pytest.mark.slow),
-                             pytest.param("reward", {}, marks=pytest.mark.slow)],
+                             pytest.param("reward", {}, marks=pytest.mark.thorough)],
 )  # fmt: skip
 def test_another_trainers_run_stopped_after_a_step_ends_as_if_it_never_was(
     tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: str, changes: dict[str, object]

@@ -186,7 +186,7 @@ def test_an_error_of_one_rank_is_the_reason_of_the_failure(runs: Runs) -> None:
     assert reason == "rank 1: ValueError: told to fail (in the update, after step 2)"
 
 
-@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_the_oom_of_one_rank_is_told_with_its_phase_and_the_run_goes_on(runs: Runs, sharding: str) -> None:
     launch = Launch(ranks=2, sharding=sharding)  # type: ignore[arg-type]
     whole = runs.folder("whole", launch, max_steps=4, save_steps=1)

@@ -451,7 +451,7 @@ def test_a_plain_loop_is_saved_on_the_spot_and_ends_as_if_nothing_was(tmp_path: 
     [
         ("grpo", "backward", True),
         ("sft", "backward", False),
-        ("dpo", "backward", False),
+        pytest.param("dpo", "backward", False, marks=pytest.mark.thorough),
         ("reward", "optimizer", False),
     ],
 )

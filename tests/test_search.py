@@ -65,9 +65,9 @@ def test_the_search_finds_the_fastest_candidate_that_fits_and_tells_oom_as_infea
 
 @pytest.mark.parametrize(
     ("trainer", "own", "neutral"),
-    [("sft", {}, 32), pytest.param("dpo", {"loss_type": ["aot"]}, 12, marks=pytest.mark.slow),
+    [("sft", {}, 32), pytest.param("dpo", {"loss_type": ["aot"]}, 12, marks=pytest.mark.thorough),
      pytest.param("dpo", {"sync_ref_model": True, "use_peft": False}, 16, marks=pytest.mark.slow),
-     pytest.param("reward", {}, 32, marks=pytest.mark.slow)],
+     pytest.param("reward", {}, 32, marks=pytest.mark.thorough)],
 )  # fmt: skip
 def test_another_trainers_recipe_is_searched_at_the_same_effective_batch(
     tmp_path: Path, tiny_model: Path, fork_server: ForkServer, trainer: TrainerName, own: dict[str, object],

@@ -66,8 +66,9 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
 
 @pytest.mark.parametrize(
     ("trainer", "changes", "models"),
-    [("sft", {}, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("dpo", {}, 1), ("dpo", {"use_peft": False}, 2), ("reward", {"load_in_4bit": True}, 1),
+    [("sft", {}, 1), pytest.param("dpo", {}, 1, marks=pytest.mark.thorough),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("dpo", {"use_peft": False}, 2), ("reward", {"load_in_4bit": True}, 1),
         ("dpo", {"use_peft": False, "precompute_ref_log_probs": True}, 1)])],
 )  # fmt: skip
 def test_the_other_trainers_run_on_a_simulated_card(
@@ -108,7 +109,7 @@ def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
     assert found.shares["rollout"]["host"] > 0.8  # of a tiny model
 
 
-@pytest.mark.parametrize("mode", ["colocate", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["colocate", pytest.param("server", marks=pytest.mark.thorough)])
 def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
     tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -156,7 +157,11 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [{}, {"steps_per_generation": 2, "num_generations": 2}], ids=["one row", "short rows"])
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param({}, marks=pytest.mark.thorough), {"steps_per_generation": 2, "num_generations": 2}],
+    ids=["one row", "short rows"],
+)
 def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(
     tmp_path: Path, fork_server: ForkServer, rows: dict[str, int]
 ) -> None:

@@ -74,8 +74,8 @@ def test_ddp_holds_the_whole_model_and_buckets_of_its_gradients_on_each_rank(
 @pytest.mark.parametrize(
     ("trainer", "changes"),
     [
-        ("sft", {}), pytest.param("grpo", {}, marks=pytest.mark.slow),
-        pytest.param("dpo", {"use_peft": True}, marks=pytest.mark.slow),
+        ("sft", {}), pytest.param("grpo", {}, marks=pytest.mark.thorough),
+        pytest.param("dpo", {"use_peft": True}, marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
 def test_fsdp2_holds_a_share_of_the_model(
@@ -87,7 +87,7 @@ def test_fsdp2_holds_a_share_of_the_model(
     assert result.completions_per_step is not None
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.thorough)])
 def test_4bit_weights_stored_as_bfloat16_are_shared_out_too(
     tmp_path: Path, fork_server: ForkServer, sharding: Sharding
 ) -> None:

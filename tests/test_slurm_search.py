@@ -98,8 +98,7 @@ def ends_whole(folder: Path, running: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize(
     "how",
-    ["requeue", pytest.param("scancel", marks=pytest.mark.slow),
-     *(pytest.param(how, marks=pytest.mark.thorough) for how in ("SIGKILL", "SIGUSR2"))],
+    ["requeue", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("scancel", "SIGKILL", "SIGUSR2"))],
 )  # fmt: skip
 def test_a_probe_whose_job_is_ended_is_repeated_and_its_trial_not_blamed(
     slurm: Cluster, tmp_path: Path, how: str

@@ -29,7 +29,7 @@ from autofit.web.files import FILES, examples
 from autofit.web.pasted import read, without_files, write_config
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
 from autofit.web.server import Access, ArrivalQueue, Connections, Full, PageServer
-from autofit.web.simulator import Simulator
+from autofit.web.simulator import Line, Simulator
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -515,6 +515,13 @@ def small(**more: object) -> Question:
     return Question.from_json({"text": RECIPE, "config": json.dumps(SMALL), "card": "rtx4090", **more})
 
 
+def without_advice(simulator: Simulator, question: Question) -> list[Line]:
+    """The lines of an answer whose changes nobody asks for: each of them is simulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulator, "_limits", replace(ALONE, advice_s=0.0))
+        return [line for line in simulator.answer(question) if line is not None]
+
+
 @pytest.mark.slow
 def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_behind(simulator: Simulator) -> None:
     told = [line for line in simulator.answer(small()) if line is not None]
@@ -539,11 +546,11 @@ def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_beh
 
 @pytest.mark.slow
 def test_a_recipe_of_several_trainers_is_asked_which_and_answered_for_that_one(simulator: Simulator) -> None:
-    *_, choice = (line for line in simulator.answer(small(text=OF_SEVERAL)) if line is not None)
+    *_, choice = without_advice(simulator, small(text=OF_SEVERAL))
     assert choice["is"] == "choose"
     assert choice["trainers"] == ["sft", "dpo", "reward"]
     assert "max_length may belong to a recipe of sft or dpo or reward" in str(choice["text"])
-    told = [line for line in simulator.answer(small(text=OF_SEVERAL, trainer="sft")) if line is not None]
+    told = without_advice(simulator, small(text=OF_SEVERAL, trainer="sft"))
     assert next(line for line in told if line["is"] == "verdict")["trainer"] == "sft"
 
 
@@ -574,7 +581,7 @@ per_device_train_batch_size: 1
 gradient_accumulation_steps: 2
 bf16: true
 """
-    told = [line for line in simulator.answer(Question.from_json({"text": yaml, "card": "h100"})) if line is not None]
+    told = without_advice(simulator, Question.from_json({"text": yaml, "card": "h100"}))
     verdict = next(line for line in told if line["is"] == "verdict")
     assert verdict["trainer"] == "hf"
     assert "trains on 2 samples: 1 at a time x 2 accumulation steps" in str(verdict["batch"])
@@ -584,13 +591,13 @@ bf16: true
 @pytest.mark.slow
 def test_a_command_of_verl_is_simulated_and_its_changes_are_overrides_of_its_own(simulator: Simulator) -> None:
     question = Question.from_json({"text": VERL, "config": json.dumps(SMALL), "card": "rtx4090"})
-    told = [line for line in simulator.answer(question) if line is not None]
+    told = without_advice(simulator, question)
     verdict = next(line for line in told if line["is"] == "verdict")
     assert (verdict["trainer"], verdict["count"]) == ("verl", 2)
     assert {"rollout", "sync", "update"} <= {phase["name"] for phase in verdict["phases"]}  # type: ignore[attr-defined]
     changes = {"ppo_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
     changed = replace(question, changes=changes)
-    told = [line for line in simulator.answer(changed) if line is not None]
+    told = without_advice(simulator, changed)
     verdict = next(line for line in told if line["is"] == "verdict")
     assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 " in str(verdict["yaml"])
 

@@ -174,15 +174,12 @@ with locked_cache(Path(sys.argv[1]), progress=print):
 
 @pytest.mark.slow
 def test_the_recipe_splits_in_several_ways_and_passes_trls_parser(tmp_path: Path) -> None:
-    code = """
-import sys
-from trl.scripts.grpo import make_parser
-_, training, model, _ = make_parser().parse_args_and_config(sys.argv[1:], fail_with_unknown_args=True)
-print(training.per_device_train_batch_size, training.gradient_accumulation_steps, training.num_generations)
-print(training.generation_batch_size, training.beta, model.use_peft)
-"""
+    from trl.scripts.grpo import make_parser
+
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_text(smollm2_recipe(model=tmp_path / "model", data=tmp_path / "data")))
-    command = [sys.executable, "-c", code, "--config", str(path), "--use_cpu", "true", "--output_dir", str(tmp_path)]
-    output = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
-    assert output.splitlines()[-2:] == ["4 4 8", "16 0.0 True"]
+    words = ["--config", str(path), "--use_cpu", "true", "--output_dir", str(tmp_path)]
+    _, training, model, _ = make_parser().parse_args_and_config(words, fail_with_unknown_args=True)
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 4)
+    assert (training.num_generations, training.generation_batch_size) == (8, 16)
+    assert (training.beta, model.use_peft) == (0.0, True)

@@ -11,10 +11,11 @@ from .rank_training import Ranks, real_peaks_bytes, simulated_peak_bytes
 pytestmark = pytest.mark.slow
 CASES = [
     Ranks(count=2, sharding="ddp", lora_rank=8, bucket_view=True),
-    Ranks(count=4, sharding="fsdp2", mixed=True),
+    Ranks(count=2, sharding="fsdp2", mixed=True),
 ]
 MORE = [
     Ranks(count=2, sharding="fsdp2"),
+    Ranks(count=4, sharding="fsdp2", mixed=True),
     Ranks(count=4, sharding="ddp"),
     Ranks(count=4, sharding="fsdp2", lora_rank=8, reshard=False, checkpointing=True),
 ]

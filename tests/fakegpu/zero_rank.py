@@ -1,16 +1,19 @@
-"""One rank of two that trains with DeepSpeed: `zero_rank.py STAGE RANK PORT` prints its bytes after each part.
+"""Two ranks that train with DeepSpeed: `zero_rank.py STAGE PORT` prints the bytes of each after each part.
 
-With a PORT it is a real rank on the CPU (gloo), else a simulated one. Bytes are (live, peak) of the rank's tensors.
+With a PORT they are real ranks on the CPU (gloo), else simulated ones. Bytes are (live, peak) of a rank's tensors. Both
+are forks of a process that has the imports, which take longer than the training.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,6 +58,9 @@ def real(rank: int, port: str) -> Iterator[tuple[str, Read, Callable[[], None]]]
     from autofit.probing.memory import _StorageTracker
 
     torch.set_num_threads(1)
+    # It compiles an all-reduce for inference, which a training never calls, for a minute of processor time.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
     for name in COLLECTIVES:
         setattr(dist, name, on_copies(getattr(dist, name)))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
@@ -112,12 +118,28 @@ def train(stage: int, device: str, read: Read, reset: Callable[[], None]) -> lis
     return found
 
 
-def main(stage: str, rank: str, port: str = "") -> None:
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank if port else "0", "WORLD_SIZE": str(RANKS)}  # a card of its own
+def main(stage: str, port: str = "") -> None:
     os.environ["DS_ACCELERATOR"] = "cpu" if port else "cuda"
-    with real(int(rank), port) if port else simulated(int(rank)) as (device, read, reset):
-        found = train(int(stage), device, read, reset)
-    print("BYTES", json.dumps(found))
+    importlib.import_module("deepspeed")
+    ranks = {rank: os.fork() or run_rank(int(stage), rank, port) for rank in range(RANKS)}
+    codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in ranks.items()}
+    sys.exit(any(codes.values()))
+
+
+def run_rank(stage: int, rank: int, port: str) -> NoReturn:
+    """In a fork: train as this rank, tell its bytes and end."""
+    code = 1
+    try:
+        local = str(rank) if port else "0"  # a card of its own
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": local, "WORLD_SIZE": str(RANKS)}
+        with real(rank, port) if port else simulated(rank) as (device, read, reset):
+            found = train(stage, device, read, reset)
+        os.write(1, f"BYTES {json.dumps([rank, found])}\n".encode())  # whole: the other rank writes there too
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":
