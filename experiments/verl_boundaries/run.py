@@ -226,7 +226,7 @@ def update_of(row: Mapping[str, Any]) -> dict[str, float]:
     assert known is not None
     depth, (few, many) = int(str(known.config["num_hidden_layers"])), LAYERS
     spec = gpu_spec(CARD)
-    beside = (1 + _OF_VLLM) * nccl_bytes(spec, row["cards"]) + nccl_bytes(spec, row["sharers"])
+    beside = nccl_bytes(spec, row["cards"]) + nccl_bytes(spec, row["sharers"])  # vLLM's are among the live bytes
     limit = (spec.capacity_bytes - spec.context_bytes - beside) / GIB
     died = tokens(row, row["died"])
     whole = []
