@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autofit.commands.arguments import parser
-from autofit.commands.common import INTERRUPTED, WRONG_USAGE, say, stranger_in
+from autofit.commands.common import INTERRUPTED, WRONG_USAGE, lose_no_interrupt, say, stranger_in
 from autofit.commands.doctor import doctor, init
 from autofit.commands.help import completion
 from autofit.commands.predict import advise, check, estimate, explain, fit_check
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code (0 done, 1 nothing fits, 2 wrong usage, 130 interrupted)."""
     try:
         _open_missing_streams()
+        lose_no_interrupt()
         if (stranger := stranger_in(Path(__file__).parents[1])) is not None:
             say(f"autofit: {stranger}")
         options = parser().parse_args(argv)

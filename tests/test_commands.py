@@ -88,6 +88,28 @@ except KeyboardInterrupt:
     assert (done.stdout, done.stderr) == ("heard\n", "")
 
 
+def test_a_ctrl_c_that_comes_in_a_destructor_ends_every_command() -> None:
+    program = """
+import os, signal, sys
+from autofit import cli
+
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def sync(options):
+    Dropping()
+    signal.sigtimedwait([], 20.0)
+    return 0
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli._COMMANDS["sync"] = sync
+sys.exit(cli.main(["sync"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "autofit: interrupted; run the same command again to go on\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["studies"], ["studies", "--json"]], ids=" ".join)
 def test_an_output_that_is_full_is_one_line(command: list[str], tmp_path: Path) -> None:

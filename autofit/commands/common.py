@@ -5,7 +5,8 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -198,25 +199,35 @@ def executor_option(options: argparse.Namespace) -> "Executor":
 
 
 def terminate_like_interrupt() -> None:
-    """SIGTERM, and the signals with which Slurm warns, end a command the way Ctrl-C does.
-
-    Python drops an exception in a destructor or a callback of a weak reference: there Ctrl-C is sent once more.
-    """
+    """SIGTERM, and the signals with which Slurm warns, end a command the way Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, interrupt)
-    show = sys.unraisablehook
+    lose_no_interrupt()
 
-    def dropped(what: "sys.UnraisableHookArgs") -> None:
+
+def lose_no_interrupt() -> None:
+    """Python drops an exception in a destructor or a callback of a weak reference: Ctrl-C there is sent once more."""
+    if not isinstance(sys.unraisablehook, _Again):
+        sys.unraisablehook = _Again(sys.unraisablehook)
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """In the place of the hook `show`: sends an interrupt once more, and lets the hook tell of all else."""
+
+    show: Callable[["sys.UnraisableHookArgs"], object]
+
+    def __call__(self, what: "sys.UnraisableHookArgs") -> None:
         if isinstance(what.exc_value, KeyboardInterrupt):  # here a signal would be dropped as well
-            threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)).start()
+            ends = callable(signal.getsignal(signal.SIGTERM))  # SIGINT may be ignored then, as in the background
+            number = signal.SIGTERM if ends else signal.SIGINT
+            threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, number)).start()
         else:
-            show(what)
-
-    sys.unraisablehook = dropped
+            self.show(what)
 
 
 def ignore_interrupts() -> None:

@@ -92,7 +92,8 @@ def call_from_places(
 @functools.cache  # once a process
 def _load_all(folder: Path, without: tuple[str, ...]) -> None:
     """Import what the commands need: another user may not enter the folder of this Python."""
-    shutil.copytree(folder / "study", folder / "warm", dirs_exist_ok=True)
+    shutil.rmtree(folder / "warm", ignore_errors=True)  # of another process: a study with a mirror imports less
+    shutil.copytree(folder / "study", folder / "warm")
     for command in _COMMANDS:
         if command[0] not in without:
             with chdir(folder / "warm"):
