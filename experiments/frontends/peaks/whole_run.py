@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
-from autofit.fakegpu.allocator import CachingAllocator
+from autofit.fakegpu.allocator import Block, CachingAllocator
 from autofit.recipe import catalogue
 from experiments.frontends.peaks.mixed import draw
 from experiments.frontends.peaks.rows import HERE, Row, read_rows
@@ -112,7 +112,8 @@ def _event(name: int, sizes: Sequence[int], lengths: Sequence[int]) -> Event:
 def grown(row: Row, traced: Traced, *, steps: int, seed: int, accumulated: int = 16) -> Iterator[tuple[int, float]]:
     """(step, GiB that the allocator holds) of a run whose samples have drawn lengths."""
     drawn = draw(row.samples, count=steps * accumulated, most=(row.longest_tokens or (0, 0))[1], seed=seed)
-    allocator, blocks = CachingAllocator(), {}
+    allocator = CachingAllocator()
+    blocks: dict[int, Block] = {}
     allocator.play(*traced.before, blocks, {})
     fresh = 1 << 40
     for step in range(steps):
