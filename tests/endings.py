@@ -56,3 +56,8 @@ def reward_that_raises(completions: list[str], **_: object) -> list[float]:
 def reward_that_hangs(completions: list[str], **_: object) -> list[float]:
     time.sleep(600)
     return []
+
+
+def has_sets_in_one_order(_: str) -> int:
+    """0 where each process hashes names alike, so that sets of them have the same order."""
+    return sys.flags.hash_randomization

@@ -263,7 +263,7 @@ def _until(condition: object, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "code"), [("segfault", -11), ("killed", -9), ("leaves", 3)],
+    ("entry", "code"), [("segfault", -11), ("killed", -9), ("leaves", 3), ("has_sets_in_one_order", 0)],
 )  # fmt: skip
 def test_the_warm_server_reports_how_a_child_ended(
     fork_server: ForkServer, tmp_path: Path, entry: str, code: int

@@ -30,7 +30,7 @@ Line = Mapping[str, object]
 # Variables that a simulation gets of this process' environment; tokens and passwords are not among them.
 _PASSED = (
     "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
-    "TOKENIZERS_PARALLELISM", "PYTORCH_NVML_BASED_CUDA_CHECK", "AUTOFIT_PARENT",
+    "TOKENIZERS_PARALLELISM", "PYTORCH_NVML_BASED_CUDA_CHECK", "PYTHONHASHSEED", "AUTOFIT_PARENT",
 )  # fmt: skip
 
 
