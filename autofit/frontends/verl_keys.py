@@ -8,12 +8,20 @@ from autofit.frontends.verl_settings import KEYS
 from autofit.recipe.yaml_file import parse_yaml
 
 _ALIKE = 0.85
+_LONGEST = "actor_rollout_ref"  # the part of most keys
 
 
 def is_part(key: str) -> bool:
     """Whether a key is a dotted path below one of the parts of verl's config."""
     head, dot, _ = key.lstrip("+").partition(".")
     return bool(dot) and head in {section.partition(".")[0] for section in _sections()}
+
+
+def whole(key: str) -> str:
+    """`key` as hydra wants it, also where it has no actor_rollout_ref, which `explain` leaves out of its lines."""
+    path, head = f"{_LONGEST}.{key}", key.partition(".")[0]
+    below = any(f"{section}.".startswith(f"{_LONGEST}.{head}.") for section in _sections())
+    return path if below and "." in key and not is_part(key) else key
 
 
 def is_in_config(path: str) -> bool:

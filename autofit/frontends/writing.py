@@ -112,6 +112,8 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     own: list[str] = []
     unknown: dict[str, str] = {}
     if source.foreign:
+        if source.foreign["tool"] == VERL.name:
+            changes = {verl_keys.whole(key): value for key, value in changes.items()}
         own = [key for key in changes if not key.startswith((_ENV, _LAUNCH)) and _is_own(source, key, unknown, changes)]
     if not own:
         return Changed(source=source, changes=changes, unknown=unknown)
