@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -13,14 +14,15 @@ from autofit.plugin.lean import _compiled_on_use, _read_once, without_source
 from autofit.probing.fork_server import ForkServer
 
 
-@pytest.mark.slow  # starts a fork server
-def test_what_the_imports_leave_out_is_there_when_it_is_used(fork_server: ForkServer, tmp_path: Path) -> None:
-    ending = fork_server.call(
-        {
-            "entry": "preloaded:run", "argument": str(tmp_path / "answer.json"), "cwd": str(Path(__file__).parent),
-            "log": str(tmp_path / "log"), "env": dict(os.environ), "deadline_s": 60.0,
-        }
-    )  # fmt: skip
+@pytest.mark.slow  # starts a fork server: that of the other tests runs commands too, which import more
+def test_what_the_imports_leave_out_is_there_when_it_is_used(tmp_path: Path) -> None:
+    with contextlib.closing(ForkServer(tmp_path / "server")) as server:
+        ending = server.call(
+            {
+                "entry": "preloaded:run", "argument": str(tmp_path / "answer.json"), "cwd": str(Path(__file__).parent),
+                "log": str(tmp_path / "log"), "env": dict(os.environ), "deadline_s": 60.0,
+            }
+        )  # fmt: skip
     assert ending.exit_code == 0, (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "answer.json").read_text()) == {
         "before": [],
