@@ -73,7 +73,7 @@ def _launches(own: Launch) -> list[Launch]:
     """The launch as it is, then without offload, then sharded, then in host memory too."""
     found = [own, replace(own, offload="none")]
     if own.ranks > 1:
-        which: Sharding = "zero3" if own.sharding.startswith("zero") else "fsdp2"
+        which: Sharding = "zero3" if own.is_deepspeeds else "fsdp2"
         sharded = own if _shards(own) else replace(own, sharding=which, reshard_after_forward=True)
         found += [sharded, replace(sharded, offload="parameters")]
     return _once(found)

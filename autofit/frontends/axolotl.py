@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing
-from autofit.frontends.draft import Draft, Saying, said, truth
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
 from autofit.frontends.tools import AXOLOTL
@@ -23,8 +23,6 @@ _FEATURES = "autofit.trainers.features"
 _LAYERS = 3  # whose states these rewards keep, wherever they are
 _OF_ANSWERS = ("adaptive_max_tokens", "gt_length_multiplier")  # keys of EBFT's structured mode alone
 _MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
-# cli/main.py, for whatever it starts (torch 2.9 and later)
-_ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _FLAGS = {"xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
           "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -82,7 +80,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     else:
         take_optimizer(draft, "optimizer", "adamw_torch_fused")
     draft.same(*_SAME)
-    draft.put("env", dict(_ENVIRONMENT))
+    draft.put("env", dict(GROWING_SEGMENTS))
     draft.put("average_tokens_across_devices", False, "optimizer")  # base.py, _set_base_training_args
     draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")
     scheduler = draft.text("lr_scheduler")

@@ -18,6 +18,10 @@ _SEES = re.compile(
     r"|llava|internvl|minicpm-?o|smolvlm|pixtral|voxtral|omni|paligemma|idefics|jina-reranker-m\d)"
 )
 _MOST_NAMED = 4
+# Allocator settings with which Axolotl starts all trainings (cli/main.py, torch 2.9 and later), LLaMA-Factory those of
+# more than one process (launcher.py: OPTIM_TORCH, which is on by itself), and verl's worker all of its passes
+# (engine_workers.py, the end of update_weights).
+GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing_kwargs")
 
 

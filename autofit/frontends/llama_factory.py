@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import keys, sharing
-from autofit.frontends.draft import Draft, Saying, said
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
 
@@ -23,8 +23,6 @@ _OPTIMIZERS = {
     "use_adam_mini": "Adam-mini, whose second state is one value a block, is simulated as AdamW",
     "use_muon": "Muon, with one state of each matrix, is simulated as AdamW with two",
 }
-# launcher.py, for more than one process (OPTIM_TORCH, which is on by itself)
-_ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _SEEING = (
     "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
     "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir",
@@ -77,7 +75,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore((*own.without_effect, "use_kt"))
     if launch or (ranks or workers or 1) > 1:
-        draft.put("env", dict(_ENVIRONMENT))
+        draft.put("env", dict(GROWING_SEGMENTS))
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.draft import Draft, number
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, number
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import (
     DEFAULTS,
@@ -31,8 +31,6 @@ from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"
 _CRITIC = "critic_"  # begins the recipe's keys of a critic
-# What the worker sets in its allocator for all passes (engine_workers.py, the end of update_weights).
-_ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _MICRO = "ppo_micro_batch_size_per_gpu"
 _SCORED = "log_prob_micro_batch_size_per_gpu"
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
@@ -96,8 +94,8 @@ def recipe(
         "config": {"fsdp_config": _on_the_host(str(found["model_path"]))},
     }  # fmt: skip
     return Foreign(
-        tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(_ENVIRONMENT)}, ranks=batch.gpus,
-        prompt_tokens=cast(int, found["max_prompt_length"]),
+        tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(GROWING_SEGMENTS)},
+        ranks=batch.gpus, prompt_tokens=cast(int, found["max_prompt_length"]),
         keys={key: named.path for key, named in KEYS.items()}, notes=tuple(_notes(config, unread)),
     )  # fmt: skip
 

@@ -347,7 +347,7 @@ def needs_all_layers(values: Mapping[str, object]) -> bool:
     LoRA settings may name single layers, and a recipe may train some of them only, or add some. DeepSpeed lays all
     parameters into flat buffers, which is not a pattern of layers that could be repeated.
     """
-    if Launch.of(values).sharding.startswith("zero"):
+    if Launch.of(values).is_deepspeeds:
         return True
     if any(values.get(key) is not None for key in ("trainable_layers", "added_layers")):
         return True

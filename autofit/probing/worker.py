@@ -224,8 +224,8 @@ def _simulated(
     """
     from autofit.fakegpu.depth.rounds import RoundsDifferError
 
-    engine = Launch.of(request.values).sharding.startswith("zero")  # DeepSpeed's counts the micro-batches itself
-    for leaves_out in (not engine, False):
+    counts = Launch.of(request.values).is_deepspeeds  # its engine counts the micro-batches itself
+    for leaves_out in (not counts, False):
         run = _train_on_card(request, memory, recorder, trainer, pattern=pattern, leaves_out=leaves_out)
         try:
             return run, memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
@@ -249,8 +249,8 @@ def _train_on_card(
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))
         loaded = loaded_bytes(run.model)
-        engine = launch.sharding.startswith("zero")  # DeepSpeed's makes what it keeps on the host before the first step
-        marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=not engine, leaves_out=leaves_out)
+        loads_apart = not launch.is_deepspeeds  # whose engine makes what it keeps on the host before the first step
+        marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=loads_apart, leaves_out=leaves_out)
         run.train(marks)
         recorder.enter("end")
         saved = marks.saved_bytes(launch, with_optimizer=not is_on(values.get("save_only_model", False)))

@@ -61,7 +61,7 @@ class Launch:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}; got {quoted(value)}")
         if self.ranks % self.machines:
             raise ConfigError(f"num_processes={self.ranks} must be a multiple of num_machines={self.machines}")
-        if self.offload == "optimizer" and not self.sharding.startswith("zero"):
+        if self.offload == "optimizer" and not self.is_deepspeeds:
             raise ConfigError(f"{self.sharding} cannot offload the optimizer alone; choose offload: parameters or none")
         if self.offload != "none" and self.sharding == "ddp":
             raise ConfigError("ddp cannot offload; choose sharding: fsdp2, zero2 or zero3")
@@ -72,6 +72,11 @@ class Launch:
     def is_plain(self) -> bool:
         """Whether one process trains without any wrapper."""
         return self.ranks == 1 and self.sharding == "ddp" and self.server_ranks == 0
+
+    @property
+    def is_deepspeeds(self) -> bool:
+        """Whether DeepSpeed's engine trains (ZeRO)."""
+        return self.sharding.startswith("zero")
 
     @property
     def is_alone(self) -> bool:
@@ -286,7 +291,7 @@ def split(values: Mapping[str, object]) -> tuple[Launch, dict[str, object]]:
 
 def check_installed(launch: Launch) -> None:
     """Raises ConfigError where the library of the launch's sharding is missing, which predictions run too."""
-    if launch.sharding.startswith("zero") and find_spec("deepspeed") is None:
+    if launch.is_deepspeeds and find_spec("deepspeed") is None:
         raise ConfigError(
             f"{launch.sharding} trains with DeepSpeed, whose own code predictions run too; it is not installed: run "
             "`DS_BUILD_OPS=0 pip install deepspeed` (no GPU is needed), or choose sharding: fsdp2"

@@ -151,7 +151,7 @@ def _broadcast(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _packages(asked: StatedLaunch) -> Iterator[Finding]:
-    if asked.launch.sharding.startswith("zero") and find_spec("deepspeed") is None:
+    if asked.launch.is_deepspeeds and find_spec("deepspeed") is None:
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("distributed_type"),
             what="DEEPSPEED needs the package deepspeed, which is not installed here",

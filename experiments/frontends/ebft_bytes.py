@@ -23,7 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from autofit.trainers.hf_ebft import EbftTrainer, Strides
-from experiments.frontends.most_bytes import most_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from rank_peaks import allocator_bytes
 
 PACKAGE = "axolotl.core.trainers.ebft"
 MIXINS = ("DistributedParallelMixin", "RngLoaderMixin", "SchedulerMixin", "OptimizerInitMixin", "OptimizerMixin")
@@ -116,7 +118,7 @@ def peaks(one: Any, prompt: int) -> Iterator[tuple[int, float, float]]:
         norm = sum(float(p.grad.square().sum()) for p in one.model.parameters() if p.grad is not None) ** 0.5
         kept.append(loss)
         if len(kept) > 1:
-            yield most_bytes(profiled), float(loss), norm
+            yield allocator_bytes(profiled)[0], float(loss), norm
 
 
 def main() -> None:

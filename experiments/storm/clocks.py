@@ -6,7 +6,6 @@ Files keep the times of the true clock, as on a file server whose clock is anoth
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from storm.forks import Forks, forking
 from storm.inputs import Found
 from storm.kills import END_S, driver_of, lost, said_by
+from storm.preloaded import compiled, set_number
 
 NAME = "clock steps"
 _DAY_S = 86_400
@@ -30,12 +30,10 @@ _END_S = 180.0
 def step_clocks(folder: Path, *, steps: int, dice: random.Random, until: float) -> Found:
     """Searches of which each is killed once, and then commands on what they found; none without a C compiler."""
     found = Found()
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if not steps or compiler is None:
+    library = compiled("clock.c", folder) if steps else None
+    if library is None:
         return found
-    library, clock = folder / "clock.so", _Clock(folder / "offset", dice)
-    source = Path(__file__).with_name("clock.c")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    clock = _Clock(folder / "offset", dice)
     env = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(clock.path)}
     with forking(env) as forks:
         while found.tried[NAME] < steps and time.monotonic() < until:
@@ -67,8 +65,7 @@ class _Clock:
 
     def _set(self, offset_s: int) -> None:
         self.done.append(offset_s)
-        with self.path.open("r+b" if self.path.exists() else "wb") as file:
-            file.write(struct.pack("q", offset_s * 10**9))
+        set_number(self.path, offset_s * 10**9)
 
     def steps_until(self, process: "subprocess.Popen[bytes]", most_s: float) -> None:
         """Step at random moments until the process ends, or for so many seconds."""

@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from search_driver import main as drive
 
 from storm.inputs import Found
 from storm.kills import END_S, driver_of, lost, said_by
+from storm.preloaded import compiled, set_number
 
 NAME = "quotas"
 _COMMANDS = (
@@ -26,12 +26,10 @@ _END_S = 180.0
 def reach_quotas(folder: Path, *, quotas: int, dice: random.Random, until: float) -> Found:
     """Searches and commands on a study of 2 trials, each below a quota of its own; none without a C compiler."""
     found = Found()
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if not quotas or compiler is None:
+    library = compiled("quota.c", folder) if quotas else None
+    if library is None:
         return found
-    library, whole = folder / "quota.so", folder / "to-write"
-    source = Path(__file__).with_name("quota.c")
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    whole = folder / "to-write"
     drive(whole, 2, 0)
     while found.tried[NAME] < quotas and time.monotonic() < until:
         home = folder / f"quota-{found.tried[NAME]}"
@@ -56,8 +54,7 @@ class _Quota:
         self.env = {"LD_PRELOAD": str(library), "QUOTA_FOLDER": f"{home}/", "QUOTA_LEFT": str(self._left)}
 
     def set(self, most: int) -> None:
-        with self._left.open("r+b" if self._left.exists() else "wb") as file:
-            file.write(struct.pack("q", most))
+        set_number(self._left, most)
 
 
 def _searches(quota: _Quota) -> list[str]:

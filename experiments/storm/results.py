@@ -25,7 +25,8 @@ _HEAD = (
     "inputs a second",
 )
 
-_PLACE = re.compile(r"(?:/[\w.+-]+)+/(?=site-packages/|autofit/|experiments/|tests/)")  # of whose machine it was
+_OURS = r"site-packages/|python3[\d.]*/|autofit/|experiments/|tests/|studies/"
+_PLACE = re.compile(rf"(?:/[\w.+-]+)+/(?={_OURS})")  # of whose machine it was
 _TEXT = """\
 # What the storms have tried so far
 
