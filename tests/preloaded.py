@@ -10,12 +10,15 @@ def run(path: str) -> int:
     import torch
 
     before = sorted({"scipy.optimize", "mlflow.tracking", "torch._inductor.compile_fx"} & set(sys.modules))
+    from huggingface_hub import constants
     from transformers.loss.loss_rt_detr import linear_sum_assignment
     from trl.extras import profiling
 
     rows, columns = linear_sum_assignment([[4, 1], [2, 8]])
     answer = {
         "before": before,
+        "card": "autofit.fakegpu.device" in sys.modules,
+        "tells_nobody": constants.HF_HUB_DISABLE_TELEMETRY,
         "assigned": [list(map(int, rows)), list(map(int, columns))],
         "mlflow": callable(profiling.mlflow.log_metrics),
         "compile": torch.compile.__module__,

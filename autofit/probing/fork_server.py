@@ -37,7 +37,7 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import Scratch, keep_small
 from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
-from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env, die_with_parent, keep_ranks
+from autofit.probing.supervise import ProcessEnding, RanksEnded, die_with_parent, keep_ranks, trial_env
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"
@@ -82,7 +82,7 @@ class ForkServer:
                 [sys.executable, "-P", "-m", "autofit.probing.fork_server", self.socket_path,  # -P: not of cwd
                  *([] if stays is None else [f"{_STAYS}{stays}"])],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env={name: value for name, value in computing_env().items() if name not in _OF_RANKS},
+                env={name: value for name, value in trial_env().items() if name not in _OF_RANKS},
             )  # fmt: skip
         self._stays = stays is not None
 

@@ -20,7 +20,7 @@ from autofit.probing.oom import exited_for_oom
 from autofit.probing.rank_probes import has_ranks, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env, keep_ranks, note_of
+from autofit.probing.supervise import ProcessEnding, RanksEnded, keep_ranks, note_of, trial_env
 from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
 
@@ -197,7 +197,7 @@ def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
     with request.log_path.open("ab") as log:
         into, out = (None, None) if _has_terminal(request) else (subprocess.DEVNULL, log)
         process = subprocess.Popen(
-            command, cwd=request.cwd, env=computing_env(**env), stdin=into, stdout=out, stderr=out
+            command, cwd=request.cwd, env=trial_env(**env), stdin=into, stdout=out, stderr=out
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object
     return process.pid

@@ -14,6 +14,7 @@ from autofit.plugin import registry
 _MODULES = (
     "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
     "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.inspection",
+    "autofit.probing.simulated", "autofit.forecast.worker",
 )  # fmt: skip
 
 

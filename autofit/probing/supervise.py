@@ -88,6 +88,14 @@ def computing_env(**more: str) -> dict[str, str]:
     return {**ours, **os.environ, _PARENT: str(os.getpid()), **more}
 
 
+def trial_env(**more: str) -> dict[str, str]:
+    """`computing_env` of trainings that are only tried.
+
+    TRL tells Hugging Face of every trainer that is made, with the name of the card; a probe is nobody's training.
+    """
+    return computing_env(HF_HUB_DISABLE_TELEMETRY="1", **more)
+
+
 def keep_ranks(
     start: Callable[[int], int], ranks: int, *, deadline_s: float = math.inf,
     abandoned: Callable[[], bool] = lambda: False, grace_s: float = GRACE_S,

@@ -22,7 +22,7 @@ from autofit.files import Scratch, read_json, write_json
 from autofit.plugin.registry import code_hash
 from autofit.probing import kept_server
 from autofit.probing.fork_server import ServerGone, call
-from autofit.probing.supervise import computing_env
+from autofit.probing.supervise import trial_env
 from autofit.proof.reach import IN_BOTH, launch_unlike, on_few_ranks, reach, reach_of_launch, unlike
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH
@@ -337,7 +337,7 @@ def _run_worker(request: Path, cwd: Path) -> tuple[int, str]:
     command = [sys.executable, "-P", "-m", "autofit.proof.worker", str(request)]
     try:
         done = subprocess.run(
-            command, cwd=cwd, env=computing_env(CUDA_VISIBLE_DEVICES=""), stdin=subprocess.DEVNULL,
+            command, cwd=cwd, env=trial_env(CUDA_VISIBLE_DEVICES=""), stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=_DEADLINE_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
