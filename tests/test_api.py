@@ -353,6 +353,6 @@ def test_a_notebook_runs_from_a_search_to_a_trained_model(tiny_recipe: Path, tin
     done = subprocess.run([sys.executable, "notebook.py"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("<table>") >= 2
-    assert "0 done, probing trial 0: the recipe as it is" in done.stdout
+    assert "0 done, probing trial 0 | best none yet" in done.stdout
     assert "the model is in" in done.stdout
     assert yaml.safe_load(Path("tuned.yaml").read_text())["lora_r"] == 4
