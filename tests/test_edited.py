@@ -9,8 +9,9 @@ from autofit.promotion.promotion import edit_note
 from autofit.tuning.record import StudyRecord
 
 RECORD = StudyRecord(
-    recipe_name="run", used="2026-11-24T12:00:00+00:00", values={"max_steps": 60, "env": {"A": "sealed"}}
-)
+    recipe_name="run", used="2026-11-24T12:00:00+00:00", values={"max_steps": 60, "env": {"A": "sealed"}, "dtype": "a"},
+    resolved={"max_steps": 60, "learning_rate": 1e-6, "dtype": "a"}, other_names={"torch_dtype": "dtype"},
+)  # fmt: skip
 AFTER, BEFORE = 1796000000, 1700000000  # seconds; the search is between
 
 
@@ -35,6 +36,12 @@ def test_an_edit_is_told_with_both_values(tmp_path: Path) -> None:
 )
 def test_the_same_settings_an_older_file_and_a_broken_one_are_no_edit(tmp_path: Path, text: str, at: int) -> None:
     assert edit_note(RECORD, written(tmp_path, text, at)) == ""
+
+
+def test_keys_of_an_older_trl_are_compared_by_their_names_of_now(tmp_path: Path) -> None:
+    assert edit_note(RECORD, written(tmp_path, "torch_dtype: a\nsave_safetensors: true\n")) == ""
+    said = edit_note(RECORD, written(tmp_path, "torch_dtype: b\n"))
+    assert "says torch_dtype 'b' (the study: 'a');" in said
 
 
 def test_without_a_file_there_is_none(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from autofit.plugin.protocol import Inspection
 from .key_table import KeyTable, kept_table, taken_env
 from .names import overridden_by
 from .offline import NO_MODEL, not_a_list, or_stated, unknown_model, with_local_file
+from .older import modern
 
 
 def check(trainer: str, values: Mapping[str, object], inspection: Inspection) -> None:
@@ -22,6 +23,8 @@ def check(trainer: str, values: Mapping[str, object], inspection: Inspection) ->
         raise ConfigError(not_a_list(str(values["reward_funcs"])))
     table = kept_table(trainer)
     if table is not None:
+        read = modern(values, table.keys, inspection)
+        values, inspection = read.values, read.inspection
         _check_keys(table, values, inspection)
     with or_stated(inspection):
         with_local_file(dict(values), needed=inspection.prompt_tokens is None)

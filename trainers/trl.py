@@ -28,6 +28,7 @@ from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
 from .knobs import at_top_level, left_out
 from .names import command_of, installed, one_name_each, overridden, parser_of, script, synonyms
 from .offline import with_local_file
+from .older import modern
 from .rows import in_epoch, unmasked_is_larger
 from .trl_config import TrlConfig, counting, parse, plain
 
@@ -108,8 +109,11 @@ class TrlTrainer:
     def _inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
         keep_keys(self.name)  # first: the next misspelt key is told without an import of TRL
         offline.clear(inspection.worst_case.folder)
+        table = kept_table(self.name) or table_of(self.name, parser_of(self.name), {})
+        read = modern(values, table.keys, inspection)
+        inspection = read.inspection
         with offline.or_stated(inspection):
-            given = with_local_file(dict(values), needed=inspection.prompt_tokens is None)
+            given = with_local_file(read.values, needed=inspection.prompt_tokens is None)
         go_offline_without_a_hub()
         device = device_overrides(inspection.device if torch.cuda.is_available() else "cpu")  # a login node has no card
         given = overridden(self.name, given, inspection.changed)
@@ -141,7 +145,7 @@ class TrlTrainer:
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
             tile_tokens=self.tile_tokens, forecasts=not model.sees,
             other_names=named.other_names,
-            notes=(*moved, *named.notes, *of_weights, *model.notes, *notes, *note_of_ranks(tiers)),
+            notes=(*read.notes, *moved, *named.notes, *of_weights, *model.notes, *notes, *note_of_ranks(tiers)),
             version=installed(),
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),

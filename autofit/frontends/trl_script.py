@@ -40,6 +40,7 @@ node_rank role max_restarts tee num_machines multi_gpu same_network hostfile gpu
 debug standalone log_dir with deepspeed_multinode_launcher dynamo_backend module
 """
 _WITHOUT = frozenset(_OPTIONS.split())
+_LISTS = ("reward_funcs", "reward_weights", "lora_target_modules", "lora_modules_to_save")  # also of one word
 # Arguments that may hang on the environment: neither memory nor the batch depends on them.
 _HARMLESS = ("output_dir", "run_name", "logging_dir", "hub_model_id", "report_to", "hub_token", "save_steps")
 
@@ -85,6 +86,7 @@ def training(text: str, *, folder: Path) -> Training:
     if unread:
         notes.append(f"{', '.join(unread)} of {before[0]} is not read")
     values |= launch
+    values |= {key: [values[key]] for key in _LISTS if isinstance(values.get(key), str | int | float)}
     for key in ("accelerate_config", "config_file", "deepspeed", "deepspeed_config_file", "fsdp_config"):
         if isinstance(name := values.get(key), str) and name.endswith((".yaml", ".yml", ".json")):
             values[key] = str(near(_certain(key, name), folder))

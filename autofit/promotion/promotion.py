@@ -74,7 +74,12 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
         now = read_yaml_mapping(path, what="recipe")
     except ConfigError:
         return ""  # the study's copy is whole
-    other = [key for key in now if key != "env" and now[key] != record.values.get(key)]  # env is kept sealed
+    other = [
+        key for key in now
+        if key != "env"  # which is kept sealed
+        and (name := record.other_names.get(key, key)) in record.resolved  # else a key of older libraries
+        and now[key] != record.values.get(name)
+    ]  # fmt: skip
     if not other:
         return ""
     words = [f"{key} {quoted(now[key], 40)} (the study: {_said(record, key)})" for key in other[:_MOST]]
@@ -86,7 +91,8 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
 
 
 def _said(record: StudyRecord, key: str) -> str:
-    return quoted(record.values[key], 40) if key in record.values else "not given"
+    name = record.other_names.get(key, key)
+    return quoted(record.values[name], 40) if name in record.values else "not given"
 
 
 NAMES = (BEST, LEANEST)

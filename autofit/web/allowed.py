@@ -26,10 +26,10 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MOST_LIST = 64
 # Far above what is trained with: a larger number would only keep the page busy.
 _MOST = {
-    "per_device_train_batch_size": 1024, "gradient_accumulation_steps": 4096, "steps_per_generation": 4096,
-    "generation_batch_size": 65_536, "num_generations": 1024, "max_length": 131_072, "max_seq_length": 131_072,
-    "max_completion_length": 131_072, "num_iterations": 64, "precompute_ref_batch_size": 1024,
-    "num_processes": 1024, "num_machines": 128,
+    "per_device_train_batch_size": 1024, "per_gpu_train_batch_size": 1024, "gradient_accumulation_steps": 4096,
+    "steps_per_generation": 4096, "generation_batch_size": 65_536, "num_generations": 1024, "num_iterations": 64,
+    "max_length": 131_072, "max_seq_length": 131_072, "max_completion_length": 131_072, "max_prompt_length": 131_072,
+    "precompute_ref_batch_size": 1024, "num_processes": 1024, "num_machines": 128,
 }  # fmt: skip
 
 _MODELS = frozenset({"model_name_or_path", "model_path"})  # the second is verl's

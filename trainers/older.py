@@ -1,0 +1,87 @@
+"""Keys that older releases of TRL and transformers took, said in those of the installed ones.
+
+The fields of TRL 0.9 to 1.10 and of transformers 4.38 to 5.10 were compared with those of TRL 1.16 and transformers
+5.23. A key counts as older only where the installed libraries do not take it.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from autofit.plugin.protocol import Inspection
+
+from .names import installed, renamed
+
+_NAMES = """
+save_safetensors overwrite_output_dir logging_dir fp16_backend half_precision_backend fp16_opt_level ray_scope
+include_inputs_for_metrics include_tokens_per_second jit_mode_eval past_index mp_parameters push_to_hub_organization
+tpu_metrics_debug tpu_num_cores use_ipex use_legacy_prediction_loop use_mps_device dispatch_batches split_batches
+chars_per_token dataset_batch_size num_of_sequences sanity_check log_with generate_during_eval is_encoder_decoder
+label_pad_token_id padding_value model_adapter_name ref_adapter_name base_model_attribute_name vllm_device vllm_dtype
+vllm_enable_prefix_caching
+"""
+_LEFT_OUT = frozenset(_NAMES.split())  # what a training holds, its batch and its gradient do not depend on them
+_ONCE = {  # {key: the other key and its value where it is true}; where it is false it says nothing
+    "adafactor": ("optim", "adafactor"),
+    "group_by_length": ("train_sampling_strategy", "group_by_length"),
+}
+_PROMPT, _COMPLETION = "max_prompt_length", "max_completion_length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modern:
+    """A recipe in the keys of the installed libraries."""
+
+    values: dict[str, object]
+    inspection: Inspection
+    notes: tuple[str, ...] = ()
+
+
+def modern(values: Mapping[str, object], known: Collection[str], inspection: Inspection) -> Modern:
+    """`values` without the keys that only older libraries took, for the installed ones, which take the `known` keys.
+
+    Keys that were not taken then either, and those whose meaning is gone, are left for the check of the keys.
+    """
+    found, names, dropped = dict(values), dict[str, str](), list[str]()
+    notes: list[str] = []
+    changed, asked = list(inspection.changed), inspection
+    for key, value in values.items():
+        if key in known:
+            continue
+        if (new := renamed(key, known)) is not None:
+            del found[key]
+            if value is None:
+                continue
+            if new not in values or key in inspection.changed:
+                found[new], names[key] = value, new
+                changed = [new if each == key else each for each in changed]
+            else:
+                dropped.append(key)
+        elif key in _ONCE and isinstance(value, bool):
+            del found[key]
+            new, instead = _ONCE[key]
+            if value and new in known:
+                found[new], names[key] = instead, f"{new}: {instead}"
+        elif key in _LEFT_OUT or (value is None and key in (_PROMPT, _COMPLETION)):
+            del found[key]
+            dropped.append(key)
+        elif key in (_PROMPT, _COMPLETION) and isinstance(value, int) and not isinstance(value, bool):
+            del found[key]
+            if _COMPLETION in known and inspection.simulated and inspection.prompt_tokens is None:
+                asked = replace(asked, prompt_tokens=value)
+            notes.append(_of_length(key, value, cuts=_COMPLETION not in known, taken=asked is not inspection))
+    if names:
+        said = ", ".join(f"{old} as {new}" for old, new in names.items())
+        notes.insert(
+            0, f"keys of older libraries were read by their names in {installed()}: {said}; their defaults may differ, "
+            'and older ones may hold more: see `autofit estimate --as-of "trl 0.15"`',
+        )  # fmt: skip
+    if dropped:
+        notes.append(f"keys of older libraries without an effect here were left out: {', '.join(dropped)}")
+    return Modern(values=found, inspection=replace(asked, changed=tuple(changed)), notes=tuple(notes))
+
+
+def _of_length(key: str, tokens: int, *, cuts: bool, taken: bool) -> str:
+    if cuts:  # preference training: whole samples are cut
+        return f"{key} {tokens} is a key of an older TRL; {installed()} cuts whole samples to max_length alone"
+    then = f"an older TRL cut prompts to {key} {tokens}, and {installed()} cuts none"
+    return f"{then}: prompts of {tokens} tokens are taken" if taken else f"{then}: prompts count as they are"
