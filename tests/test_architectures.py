@@ -88,15 +88,12 @@ def test_a_forecast_of_an_architecture_is_exact_or_rules_nothing_out(
     model, mismatch = structure.model()
     told, traced = forecast_and_traced(structure, model, random_point(draw, generates=generates, lora=lora))
     assert told == traced
-    assert (
-        Made(
-            model=model,
-            layers=structure.recording.layers,
-            mismatch=mismatch.bytes_frac,
-            seconds_mismatch=mismatch.seconds_frac,
-        ).problem
-        == ""
-    )
+    made = Made(
+        model=model, layers=structure.recording.layers, mismatch=mismatch.bytes_frac,
+        seconds_mismatch=mismatch.seconds_frac,
+    )  # fmt: skip
+    assert made.problem == ""
+    assert abs(mismatch.seconds_frac) < 0.001  # none was more than 0.034 % off
 
 
 @pytest.mark.thorough  # 33 s; CI has a random deepseek_v3 above, and layers told apart by their modules below

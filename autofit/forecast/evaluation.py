@@ -1,6 +1,6 @@
 """Bytes and seconds of shapes by a mass model, phase by phase."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +9,10 @@ from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
 from autofit.forecast.engines import Engine, Rollout, with_engine
 from autofit.forecast.structures import LATER, Shape
-from autofit.plugin.protocol import LOAD, ROLLOUT, SYNC, WAKE_UP
+from autofit.plugin.protocol import LOAD, ROLLOUT, SYNC, UPDATE, WAKE_UP
 
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
-OF_MICRO_BATCH = ("update", *_ONCE)
+OF_MICRO_BATCH = (UPDATE, *_ONCE)
 _OF_ROLLOUT = (ROLLOUT, WAKE_UP, SYNC, DECODE)
 
 
@@ -28,7 +28,8 @@ class Parts:
     def of(cls, model: MassModel, layers: int, shapes: tuple[Shape, ...]) -> "Parts":
         rows = np.array([(s.micro, s.generated, s.completion, s.rank) for s in shapes], float)
         values = dict(zip(("B", "G", "C", "r"), rows.T, strict=True))
-        seconds = {s: passes(s, shapes) * each for s, each in model.seconds(values, layers, values["C"]).items()}
+        once = model.seconds(values, layers, values["C"])
+        seconds = {name: passes(name, shapes, once) * each for name, each in once.items()}
         return cls(shapes=shapes, peaks=model.peaks(values, layers), seconds=seconds)
 
     def with_engine(self, engine: Engine | None, prompt_tokens: int) -> "Parts":
@@ -40,9 +41,10 @@ class Parts:
                     longest=s.longest)
             for s in self.shapes
         ]  # fmt: skip
-        once = {name: each / passes(name, self.shapes) for name, each in self.seconds.items()}
+        often = {name: passes(name, self.shapes, self.seconds) for name in self.seconds}
+        once = {name: each / np.maximum(often[name], 1.0) for name, each in self.seconds.items()}
         peaks, spent = with_engine(engine, rollouts, self.peaks, once)
-        seconds = {name: passes(name, self.shapes) * each for name, each in spent.items()}
+        seconds = {name: passes(name, self.shapes, spent) * each for name, each in spent.items()}
         return Parts(shapes=self.shapes, peaks=peaks, seconds=seconds)
 
     @property
@@ -72,15 +74,24 @@ def live_bytes(peaks: Mapping[str, Floats], shapes: Sequence[Shape]) -> Floats:
     live = np.zeros(len(shapes))
     for phase, peak in peaks.items():
         later = phase.endswith(LATER)
-        happens = (accumulation > 1) if phase == "update+" else (chunk < accumulation) if later else accumulation > 0
+        happens = (
+            (accumulation > 1) if phase == UPDATE + LATER else (chunk < accumulation) if later else accumulation > 0
+        )
         live = np.maximum(live, np.where(happens, peak, 0.0))
     return live
 
 
-def passes(segment: str, shapes: Sequence[Shape]) -> Floats:
-    """How often `segment` runs in an optimizer step."""
+def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()) -> Floats:
+    """How often `segment` runs in an optimizer step, of all the `segments` that a model tells apart.
+
+    The update of the first micro-batch makes the gradients, to which later ones add theirs.
+    """
     accumulation = np.array([s.accumulation for s in shapes], float)
-    if segment.endswith(REPEATED) or segment == "update":
+    if segment == UPDATE + LATER:
+        return accumulation - 1.0
+    if segment == UPDATE and UPDATE + LATER in segments:
+        return np.ones(len(shapes))
+    if segment.endswith(REPEATED) or segment == UPDATE:
         return accumulation
     return np.ones(len(shapes)) if segment in _ONCE else accumulation / np.array([s.chunk for s in shapes], float)
 

@@ -205,7 +205,7 @@ class _Marks(Report):
         stretch = clock.cut() if isinstance(clock, LayerClock) else 0
         self.marks.append(Mark(name=name, event=len(self._gpu.memory.log), stretch=stretch))
         self._gpu.memory.enter_phase(name)
-        self.log.phase = phase
+        self.log.phase = name if phase == UPDATE else phase
         return left
 
     @contextmanager
@@ -223,7 +223,7 @@ class _Marks(Report):
         self._gpu.skips_rollouts = self._samples_each_step and not self.log.on
         self._gpu.clock.asleep = not self.log.on and not isinstance(self._gpu.clock, LayerClock)
         if self.log.on:
-            self.repeats[UPDATE] = self._accumulation
+            self.repeats |= {UPDATE: 1, UPDATE + LATER: self._accumulation - 1}
             self.second_step = len(self.marks)
         self.enter(UPDATE)
 
