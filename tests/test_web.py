@@ -545,6 +545,20 @@ def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_beh
 
 
 @pytest.mark.slow
+def test_prompts_are_as_long_as_an_older_trl_cut_them_where_nobody_says_how_long(simulator: Simulator) -> None:
+    text = """model_name_or_path: Qwen/Qwen2.5-0.5B
+torch_dtype: bfloat16
+max_prompt_length: 300
+max_completion_length: 16
+num_generations: 2
+per_device_train_batch_size: 2
+reward_funcs: [think_format_reward]
+"""
+    told = without_advice(simulator, small(text=text))
+    assert any("prompts of 300 tokens are taken" in str(line.get("text")) for line in told)
+
+
+@pytest.mark.slow
 def test_a_recipe_of_several_trainers_is_asked_which_and_answered_for_that_one(simulator: Simulator) -> None:
     *_, choice = without_advice(simulator, small(text=OF_SEVERAL))
     assert choice["is"] == "choose"

@@ -260,11 +260,14 @@ def _allowed(given: Mapping[str, object], trainer: str, question: Question, fold
     return allowed(given, known=takes(), trainer=trainer, model=model)
 
 
-def _tokens(trainer: str, values: Mapping[str, object]) -> int:
-    """Tokens of the longest prompt or sample, where nobody says: as many as the recipe keeps of a sample."""
+def _tokens(trainer: str, values: Mapping[str, object]) -> int | None:
+    """Tokens of the longest prompt or sample, where nobody says: as many as the recipe keeps of a sample.
+
+    None where it has the length of its prompts itself, as an older TRL's recipe may.
+    """
     most = values.get("max_length")
     if profile(trainer).generates:
-        return _TOKENS
+        return None if values.get("max_prompt_length") else _TOKENS
     return most if isinstance(most, int) and 1 <= most <= 131_072 else 2 * _TOKENS
 
 

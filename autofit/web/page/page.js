@@ -324,6 +324,8 @@ function picture() {
       drawn("text", {x: left - 6, y: y(at * 1e9) + 4, "text-anchor": "end"}, at));
   }
   svg.append(drawn("text", {x: left - 6, y: 12, "text-anchor": "end"}, "GB"));
+  const words = `${verdict.card} has ${gb(limit)}`, wordsAt = y(limit) - 5;
+  const underWords = (at, right) => right > width - words.length * 7.5 && Math.abs(at - wordsAt) < 14;
   const room = (width - left) / phases.length, wide = Math.min(120, room * 0.82), seen = new Map();
   phases.forEach((phase, place) => {
     const x = left + room * place + (room - wide) / 2;
@@ -333,8 +335,8 @@ function picture() {
       const block = drawn("rect", {class: colour(name), x, y: y(below + bytes), width: wide, height: Math.max(0, y(below) - y(below + bytes))});
       block.append(drawn("title", {}, `${phase.name}: ${name} ${gb(bytes)}`));
       svg.append(block);
-      const tall = y(below) - y(below + bytes);
-      if (tall >= 14 && wide >= name.length * 6.2) svg.append(drawn("text", {class: "inside", x: x + wide / 2, y: y(below + bytes / 2) + 4, "text-anchor": "middle"}, name));
+      const tall = y(below) - y(below + bytes), at = y(below + bytes / 2) + 4;
+      if (tall >= 14 && wide >= name.length * 6.2 && !underWords(at, x + wide)) svg.append(drawn("text", {class: "inside", x: x + wide / 2, y: at, "text-anchor": "middle"}, name));
       below += bytes;
     }
     if (phase.cached_bytes > most / 200) {
@@ -344,7 +346,7 @@ function picture() {
     svg.append(drawn("text", {x: x + wide / 2, y: height - 6, "text-anchor": "middle"}, phase.name));
   });
   svg.append(drawn("line", {class: "limit", x1: left, x2: width, y1: y(limit), y2: y(limit)}),
-    drawn("text", {class: "limit-words", x: width, y: y(limit) - 5, "text-anchor": "end"}, `${verdict.card} has ${gb(limit)}`));
+    drawn("text", {class: "limit-words", x: width, y: wordsAt, "text-anchor": "end"}, words));
   const shown = [...seen].filter(([, bytes]) => bytes > limit / 200), small = seen.size - shown.length;
   const legend = shown.map(([name, bytes]) => element("li", [
     element("i", [], {class: name === FREE ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
