@@ -23,6 +23,7 @@ from .offline import (
     read_config,
     stand_in_model,
     unknown_model,
+    without_tokens,
 )
 from .trl_config import TrlConfig, parse
 
@@ -72,6 +73,8 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
             max_length=getattr(config.training, "max_length", None),
         )  # fmt: skip
         changes |= {"dataset_name": made_up, "dataset_train_split": "train", "dataset_streaming": False}
+        if model != name:
+            changes |= without_tokens(vars(config.training))
         values = {k: v for k, v in values.items() if k not in ("datasets", "dataset_config")}
     return parse(trainer, values, overrides={"use_cpu": True, **changes})
 

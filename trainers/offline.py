@@ -132,10 +132,17 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
         for key, home in _MODELS.items()
         if values.get(key) and (folder / home).is_dir()
     }
+    if "model_name_or_path" in changes:
+        changes |= without_tokens(values)
     rewards = values.get("reward_funcs")
     if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
         changes["reward_funcs"] = [name if name in FEATURES else f"{__name__}.no_reward" for name in rewards]
     return changes
+
+
+def without_tokens(values: Mapping[str, object]) -> dict[str, object]:
+    """Changes of a recipe for the tokenizer of a stand-in, which has none of the model's own tokens."""
+    return {key: None for key in ("eos_token", "pad_token") if values.get(key)}
 
 
 def not_a_list(name: str) -> str:

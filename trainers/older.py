@@ -24,6 +24,7 @@ _ONCE = {  # {key: the other key and its value where it is true}; where it is fa
     "adafactor": ("optim", "adafactor"),
     "group_by_length": ("train_sampling_strategy", "group_by_length"),
 }
+_VALUES = {("packing_strategy", "ffd"): "bfd", ("optim", "adamw_hf"): "adamw_torch"}  # what a value is called now
 _PROMPT, _COMPLETION = "max_prompt_length", "max_completion_length"
 
 
@@ -41,11 +42,14 @@ def modern(values: Mapping[str, object], known: Collection[str], inspection: Ins
 
     Keys that were not taken then either, and those whose meaning is gone, are left for the check of the keys.
     """
-    found, names, dropped = dict(values), dict[str, str](), list[str]()
+    found, names, dropped = dict(values), dict[str, object](), list[str]()
     notes: list[str] = []
     changed, asked = list(inspection.changed), inspection
     for key, value in values.items():
         if key in known:
+            if isinstance(value, str) and (key, value) in _VALUES:
+                found[key] = _VALUES[key, value]
+                names[f"{key} {value}"] = found[key]
             continue
         if (new := renamed(key, known)) is not None:
             del found[key]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import (
@@ -10,6 +11,7 @@ from autofit.frontends import (
     llama_factory,
     ms_swift,
     tools,
+    trl_recipe,
     trl_script,
     verl,
     verl_recipe,
@@ -21,6 +23,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VER
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
+Read = TypeVar("Read")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
     LLAMA_FACTORY.name: llama_factory.recipe, AXOLOTL.name: axolotl.recipe, MS_SWIFT.name: ms_swift.recipe,
@@ -57,6 +60,8 @@ def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None =
     if len(found) > 1:
         each = " and ".join(f"of {tool.name} ({', '.join(tool.keys_in(values)[:3])})" for tool in found)
         raise ConfigError(f"{path} has keys {each}, so it is a file of neither; keep those of one tool")
+    if not found and (whose := trl_recipe.tool_of(values)) is not None:
+        return _named(whose, path, lambda: trl_recipe.recipe(values, folder=path.resolve().parent, ranks=ranks))
     tool = found[0] if found else None
     made = None if tool is None else _RECIPES.get(tool.name)
     if tool is None or made is None:
@@ -64,7 +69,7 @@ def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None =
     return _named(tool.name, path, lambda: made(values, folder=path.resolve().parent, ranks=ranks))
 
 
-def _named(tool: str, path: Path, made: Callable[[], Foreign]) -> Foreign:
+def _named(tool: str, path: Path, made: Callable[[], Read]) -> Read:
     try:
         return made()
     except ConfigError as error:
@@ -81,9 +86,13 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
         )
     values = read_yaml_mapping(path, what="file")
     tool = tool_of(values)
+    if tool is None and (whose := trl_recipe.tool_of(values)) is not None and not tools_of(values):
+        folder = path.resolve().parent
+        return _named(whose, path, lambda: trl_recipe.explain(values, folder=folder, ranks=ranks))
     if tool is None:
+        known = (*(each.name for each in TOOLS), trl_recipe.OPEN_R1, trl_recipe.HANDBOOK)
         raise ConfigError(
-            f"{path} is not recognised as a file of {', '.join(known.name for known in TOOLS)}{_partly(values)}; a "
+            f"{path} is not recognised as a file of {', '.join(known)}{_partly(values)}; a "
             "recipe of TRL is explained by `autofit doctor`"
         )
     if tool is VERL:

@@ -19,8 +19,8 @@ from autofit.recipe.profile import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TOOL = "TRL"
-_OTHERS = ("kto", "orpo", "cpo", "gkd", "ppo", "nash_md", "online_dpo", "xpo", "bco", "prm", "distillation")
-_KINDS = "|".join((*OF_TRL, *_OTHERS))
+OTHERS = ("kto", "orpo", "cpo", "gkd", "ppo", "nash_md", "online_dpo", "xpo", "bco", "prm", "distillation")
+_KINDS = "|".join((*OF_TRL, *OTHERS))
 _SCRIPT = re.compile(rf"(?:.*/)?(?:run_)?({_KINDS})(?:_modeling|_vlm\w*)?\.py")
 _MODULE = re.compile(rf"(?:trl|open_r1)(?:\.scripts)?\.({_KINDS})")
 _TRLS = re.compile(r"(?:^|/)(?:trl|examples)/scripts/[a-z_]+\.py$")
@@ -30,9 +30,10 @@ benchmarks callbacks chat_template system_prompt hub_model_revision num_completi
 push_to_hub_revision wandb_entity wandb_project wandb_run_group wandb_log_unique_prompts cosine_min_value_wrong
 cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
 repetition_max_penalty code_language code_eval_test_batch_size parallel_code_exec_per_proc dataset_prompt_column
-e2b_router_url morph_router_url code_provider ioi_provider
+e2b_router_url morph_router_url code_provider ioi_provider code_eval_scoring_mode max_completion_len soft_punish_cache
+enforce_same_language
 """
-_OTHERS_OWN = frozenset(_NAMES.split())
+OTHERS_OWN = frozenset(_NAMES.split())
 # Options of launchers that change neither the ranks nor the sharding.
 _OPTIONS = """
 main_process_port main_process_ip master_port master_addr rdzv_backend rdzv_endpoint rdzv_id rdzv_conf machine_rank
@@ -77,7 +78,7 @@ def training(text: str, *, folder: Path) -> Training:
     if (config := given.pop("config", None)) is not None:
         path = near(_certain("config", config), folder)
         given = {**read_yaml_mapping(path, what="config of TRL"), **given}
-    own = [key for key in given if key in _OTHERS_OWN]
+    own = [key for key in given if key in OTHERS_OWN]
     values = {key: value for key, value in given.items() if key not in own}
     if before[-1:] != ("trl",) and not _TRLS.search(script) and not script.startswith("trl."):
         left_out = f"; its {', '.join(own)} are left out" if own else ""
@@ -116,12 +117,7 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
     """How the training is started, TRL's trainer, and the effective batch by transformers' defaults."""
     found = training(text, folder=folder)
     ranks = found.ranks if ranks is None else ranks
-    micro = found.values.get("per_device_train_batch_size", 8)
-    steps = found.values.get("gradient_accumulation_steps", 1)
-    batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
-    if isinstance(micro, int) and isinstance(steps, int):
-        each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
-        batch += f" = {micro * steps} {'completions' if found.kind in ('grpo', 'rloo') else 'samples'} {each}"
+    batch = batch_words(found.kind, found.values, ranks)
     lines = (
         Line("tool", f"{TOOL}, started by `{found.words}`"), Line("trainer", f"{found.kind} of TRL"),
         Line("effective batch", batch),
@@ -129,11 +125,22 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
     return Explanation(tool=TOOL, lines=lines, notes=found.notes)
 
 
+def batch_words(kind: str, values: Mapping[str, object], ranks: int | None) -> str:
+    """The effective batch of a training of TRL's, by transformers' defaults."""
+    micro = values.get("per_device_train_batch_size", 8)
+    steps = values.get("gradient_accumulation_steps", 1)
+    batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
+    if isinstance(micro, int) and isinstance(steps, int):
+        each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
+        batch += f" = {micro * steps} {'completions' if kind in ('grpo', 'rloo') else 'samples'} {each}"
+    return batch
+
+
 def _started(text: str) -> Iterator[tuple[Command, str, int]]:
     """(a command that trains, what it trains with, the place of the word that says so)."""
     for command in commands(text):
         words = command.words
-        if words[:1] == ("trl",) and len(words) > 1 and words[1] in (*OF_TRL, *_OTHERS):
+        if words[:1] == ("trl",) and len(words) > 1 and words[1] in (*OF_TRL, *OTHERS):
             yield command, words[1], 1
         elif words and words[0] in ("accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun"):
             for place, word in enumerate(words):

@@ -17,7 +17,7 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, UnknownKeyError, quoted
-from autofit.frontends import axolotl, llama_factory, ms_swift, verl_keys, verl_recipe
+from autofit.frontends import axolotl, llama_factory, ms_swift, trl_recipe, verl_keys, verl_recipe
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign, summary
 from autofit.frontends.reading import SCRIPTS, read, read_script, read_values
@@ -70,9 +70,11 @@ def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]
 # Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.
 _SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
     LLAMA_FACTORY.name: llama_factory.say, AXOLOTL.name: axolotl.say, MS_SWIFT.name: ms_swift.say,
-    VERL.name: verl_recipe.say,
+    VERL.name: verl_recipe.say, trl_recipe.OPEN_R1: trl_recipe.say, trl_recipe.HANDBOOK: trl_recipe.say,
 }  # fmt: skip
 _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl train", MS_SWIFT.name: "swift sft",
+         trl_recipe.OPEN_R1: "accelerate launch YOUR_SCRIPT.py --config",
+         trl_recipe.HANDBOOK: "accelerate launch YOUR_SCRIPT.py --config",
          VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""

@@ -1,0 +1,101 @@
+"""YAML of open-r1 and the alignment-handbook: TRL's keys, with keys of their own scripts for data and reports.
+
+Read at open-r1 078c5e17 and the alignment-handbook 1416fa0c. Their data is not read: a made-up sample of
+the greatest length that the recipe keeps stands for it. No torch here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends.foreign import Explanation, Foreign, Line, lines
+from autofit.frontends.trl_script import OTHERS, OTHERS_OWN, batch_words
+from autofit.recipe.profile import OF_TRL, profile
+from autofit.trainers.names import RENAMED
+
+OPEN_R1, HANDBOOK = "open-r1", "alignment-handbook"
+_DATA = """
+dataset_mixture dataset_mixer dataset_splits dataset_configs auto_insert_empty_system_msg preprocessing_num_workers
+text_column tokenizer_name_or_path
+"""
+_OF_HANDBOOK = frozenset({*_DATA.split(), "chat_template"})
+_TRLS = {"num_completions_to_print", "wandb_log_unique_prompts"}  # which TRL has too
+_OWN = _OF_HANDBOOK | (OTHERS_OWN - _TRLS)
+_OF_OPEN_R1 = _OWN - _OF_HANDBOOK - {"hub_model_revision", "push_to_hub_revision"}
+_NAMES = """
+accuracy format reasoning_steps cosine repetition_penalty length code binary_code ioi_code cf_code code_format tag_count
+soft_overlong_punishment
+"""
+_REWARDS = frozenset(_NAMES.split())  # of open-r1's registry
+_STANDS = "think_format_reward"
+_BOTH = ("gradient_checkpointing", "gradient_checkpointing_kwargs")  # TRL takes the older name too
+_NEWER = {old: new for old, new in RENAMED if old not in _BOTH}
+_PROMPT_TOKENS, _SAMPLE_TOKENS = 512, 1024  # TRL's defaults of max_prompt_length, of then, and of max_length
+
+
+def tool_of(values: Mapping[str, object]) -> str | None:
+    """Whose YAML has these `values`; None where they are of TRL alone, or of no recipe."""
+    if "model_name_or_path" not in values or not _OWN & values.keys():
+        return None
+    return OPEN_R1 if _OF_OPEN_R1 & values.keys() or _has_rewards(values) else HANDBOOK
+
+
+def recipe(values: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of TRL that `values` mean in a file in `folder`, which may be named after the trainer."""
+    tool = tool_of(values)
+    assert tool is not None
+    trainer = _trainer(values, folder)
+    own = [key for key in values if key in _OWN]
+    found = {_NEWER.get(key, key): value for key, value in values.items() if key not in own}
+    notes = [f"left out, as neither the batch nor memory depends on them but by the data: {', '.join(own)}"]
+    if _has_rewards(values):
+        found = {key: value for key, value in found.items() if key != "reward_weights"} | {"reward_funcs": [_STANDS]}
+        notes.append(f"rewards of open-r1 are not run: TRL's {_STANDS} stands for them, which takes no time")
+    cut, length = found.get("max_prompt_length"), found.get("max_length")
+    tokens = (cut, _PROMPT_TOKENS) if profile(trainer).generates else (length, _SAMPLE_TOKENS)
+    stands = next(each for each in tokens if isinstance(each, int))
+    what = "prompt" if profile(trainer).generates else "sample"
+    notes.append(f"the data is not read: a made-up {what} of {stands:,} tokens, the most that is kept, stands for it")
+    if profile(trainer).generates:
+        found.pop("max_prompt_length", None)
+    return Foreign(
+        tool=tool, trainer=trainer, values=found, ranks=ranks, prompt_tokens=stands, notes=tuple(notes),
+        keys={_NEWER.get(key, key): key for key in values if key not in own},
+    )  # fmt: skip
+
+
+def explain(values: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Explanation:
+    """Whose file it is, what trains, the effective batch, and what stands for the data."""
+    found = recipe(values, folder=folder, ranks=ranks)
+    first = (
+        Line("tool", f"{found.tool}, by its keys {', '.join([key for key in values if key in _OWN][:4])}"),
+        Line("trainer", f"{found.trainer} of TRL"),
+        Line("effective batch", batch_words(found.trainer, found.values, ranks)),
+    )
+    return Explanation(tool=found.tool, lines=(*first, *lines(found)), notes=found.notes)
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{the file's own key: value} of `changes`. Raises ConfigError for what is said outside of the file."""
+    outside = [key for key in changes if key.partition(".")[0] in ("env", "launch")]
+    if outside:
+        raise ConfigError(f"{foreign.tool} has no key for {outside[0]}")
+    return {foreign.keys.get(key, key): value for key, value in changes.items()}
+
+
+def _has_rewards(values: Mapping[str, object]) -> bool:
+    given = values.get("reward_funcs")
+    return isinstance(given, list) and bool(given) and all(isinstance(name, str) and name in _REWARDS for name in given)
+
+
+def _trainer(values: Mapping[str, object], folder: Path) -> str:
+    """By the name of the file's folder, as both projects have it, else by its keys. Raises ConfigError."""
+    if folder.name in OTHERS:
+        raise ConfigError(f"training with {folder.name} is not simulated; {', '.join(OF_TRL)} are")
+    if folder.name in OF_TRL:
+        return folder.name
+    if {"num_generations", "reward_funcs", "max_completion_length"} & values.keys():
+        return "grpo"
+    if not isinstance(values.get("model_name_or_path"), str):
+        raise ConfigError(f"model_name_or_path must be a name; got {quoted(values.get('model_name_or_path'))}")
+    return "dpo" if {"beta", "max_prompt_length", "rpo_alpha"} & values.keys() else "sft"
