@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
         "recipe",
         nargs="?",
         type=Path,
-        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl or ms-swift",
+        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1",
     )
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
@@ -223,7 +223,7 @@ def parser() -> argparse.ArgumentParser:
     _launch(doctor)
 
     explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
-    explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl or ms-swift, or a shell "
+    explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1, or a shell "
                          "script that starts verl, ms-swift or TRL")  # fmt: skip
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
                          help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
@@ -333,8 +333,8 @@ def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _recipe(parser: _Parser) -> None:
     """The options that name the recipe."""
     parser.add_argument("recipe", nargs="?", type=Path,
-                        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl or "
-                             "ms-swift (default: the built-in baseline)")  # fmt: skip
+                        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl, "
+                             "ms-swift or open-r1 (default: the built-in baseline)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",
