@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import cast
 
 import torch
@@ -15,10 +17,11 @@ from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.communication import NAMESPACES, collective, moved_by
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
-from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs, scratch_size
+from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
+from autofit.fakegpu.scratch import nonzero_before, nonzero_beside, scratch_of
 
 aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -52,6 +55,8 @@ class Tracer(TorchDispatchMode):
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
         self.handlers[torch.ops._c10d_functional.wait_tensor.default] = _waited
+        if memory.device_type == "cuda":
+            self.in_parts[aten.masked_scatter_backward.default] = self._masked_scatter_backward
         self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None
@@ -163,33 +168,56 @@ class Tracer(TorchDispatchMode):
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Run an operation with a data-dependent output size: the true size for known inputs, else the largest."""
         if func is aten.nonzero.default:
-            mask = cast("torch.Tensor", args[0])
-            return torch.empty((self.shadows.count_true(mask), mask.dim()), dtype=torch.long, device=mask.device)
+            return self._rows(cast("torch.Tensor", args[0]))
         if func is aten.index.Tensor:
             return self._masked_index(cast("torch.Tensor", args[0]), cast("list[torch.Tensor | None]", args[1]))
         if func is aten.masked_select.default:
-            source, mask = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
-            return source.new_empty((self.shadows.count_true(mask),))
+            source, mask = torch.broadcast_tensors(cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1]))
+            return self._masked_index(source, [mask])
         real = self.shadows.compute_known(func, args, kwargs)
         first = cast("torch.Tensor", args[0])
         if real is None:
             return self._largest(func, first, args, kwargs)
         return _like_real(real, first.device)
 
+    def _rows(self, mask: torch.Tensor, *, most: int | None = None) -> torch.Tensor:
+        """The places of the true elements: `nonzero`, of the number that is known, else of all, but of `most`."""
+        on_card = device_type(mask) == self.memory.device_type == "cuda"
+        if on_card:
+            self.memory.scratch(nonzero_before(self.memory.spec, mask.numel()), "nonzero")
+        count = self.shadows.count_true(mask)
+        count = count if most is None else min(count, most)
+        rows = torch.empty((mask.dim(), count), dtype=torch.long, device=mask.device)
+        self.memory.track(rows, "nonzero")
+        if on_card:
+            self.memory.scratch(nonzero_beside(mask.numel()), "nonzero")
+        return rows.t()
+
     def _masked_index(self, source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
         expanded: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                count = self.shadows.count_true(index)
-                for _ in range(index.dim()):
-                    rows = torch.empty(count, dtype=torch.long, device=index.device)
-                    self.memory.track(rows, "nonzero")
-                    expanded.append(rows)
+                expanded += self._rows(index).unbind(1)
             else:
                 expanded.append(index)
-        if self.shortcut is None:
-            return cast("torch.Tensor", aten.index.Tensor(source, expanded))
-        return cast("torch.Tensor", self.shortcut.run(aten.index.Tensor, (source, expanded), {}))
+        run = aten.index.Tensor if self.shortcut is None else partial(self._by_shortcut, aten.index.Tensor)
+        out = cast("torch.Tensor", run(source, expanded))
+        self.memory.track(out, "index")  # while the rows are there
+        return out
+
+    def _by_shortcut(self, func: OpOverload, *args: object) -> object:
+        assert self.shortcut is not None
+        return self.shortcut.run(func, args, {})
+
+    def _masked_scatter_backward(self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The gradient of what was scattered: the rows of the mask, as many as there were, and zeros for the rest."""
+        count = prod(sizes)
+        rows = self._rows(mask, most=count)
+        taken = grad.new_empty(rows.shape[0])
+        del rows
+        if taken.shape[0] < count:
+            taken = torch.cat([taken, taken.new_zeros(count - taken.shape[0])])
+        return taken.view(tuple(sizes))
 
     def _largest(
         self, func: OpOverload, first: torch.Tensor, args: Sequence[object], kwargs: Mapping[str, object]
@@ -231,7 +259,10 @@ class Tracer(TorchDispatchMode):
                 self._ensure_workspace()
             for number, parts in rounded_outputs(func, args).items():
                 self.memory.note_parts(cast("Sequence[torch.Tensor]", out)[number], parts)
-        self.memory.scratch(scratch_size(func, args, kwargs, device=device), name)
+        taken = self.memory.scratch(scratch_of(func, args, kwargs, device=device, spec=self.memory.spec), name)
+        if self.layers is not None and args and isinstance(args[0], (list, tuple)):
+            for index in taken:
+                self.layers.share_evenly(index, args[0])
         if (
             device == "cuda"
             and func is aten._to_copy.default

@@ -5,6 +5,7 @@ python -m oracle.operators compare                             # in `nox -s cuda
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,12 @@ CAUSES = {
     "aten.convolution.default": "fake tensors of the CUDA build ask a driver for it; the CPU build simulates it",
     "aten.convolution_backward.default": "as convolution",
 }
+# Operators whose result has as many rows as a mask has true elements. All of them are here: the simulated card's worst
+# case, and what the null GPU tells of them.
+BY_MASK = {
+    "aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default",
+    "aten.masked_scatter_backward.default", "aten.masked_select.default", "aten.nonzero.default",
+}  # fmt: skip
 Bytes = tuple[int, int] | str  # peak and kept beside the arguments; or the error
 
 
@@ -166,8 +174,26 @@ def dispatched() -> Iterator[Callable[[Call], Bytes]]:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 
+    counts = ctypes.CDLL("libcudart.so.13").null_gpu_counts
+
+    def taken(call: Call) -> Bytes:
+        counts(rows_of_mask(call))
+        try:
+            return _taken(call, reset, lambda: (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+        finally:
+            counts(-1)
+
     _start_cublas()
-    yield lambda call: _taken(call, reset, lambda: (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+    yield taken
+
+
+def rows_of_mask(call: Call) -> int:
+    """The rows of a call's mask where they decide about its memory, the most that there may be; -1 elsewhere."""
+    mask = next((part for part in tensors(call["args"]) if part["dtype"] == "bool"), None)
+    if mask is None or call["op"] not in BY_MASK:
+        return -1
+    sizes = call["args"][2] if call["op"] == "aten.masked_scatter_backward.default" else mask["shape"]
+    return min(prod(mask["shape"]), prod(sizes))
 
 
 def _start_cublas() -> None:

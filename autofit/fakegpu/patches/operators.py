@@ -30,7 +30,7 @@ _CONVOLUTION_NOTE = (
 
 
 def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """Register handlers for operations that fakes cannot run or that need a note; yields no patches."""
+    """Register handlers for operations that fakes cannot run or that need a note."""
     handlers = gpu.tracer.handlers
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         packet = getattr(aten, name, None)
@@ -41,7 +41,28 @@ def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
     if gpu.mode == "cuda":
         for function in (aten.convolution.default, aten.convolution_backward.default):
             handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
-    return ()
+        yield (
+            torch._C,
+            "_select_conv_backend",
+            _convolution_backend,
+            "the CUDA build asks a driver, which may not be there",
+        )
+
+
+def _convolution_backend(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *args: object,
+    transposed: bool = False,
+    groups: int = 1,
+    **kwargs: object,
+) -> object:
+    """The backend of a convolution on a card: torch's own kernel for one filter a channel, else cuDNN."""
+    backend = torch._C._ConvBackend  # type: ignore[attr-defined]
+    if transposed:
+        return backend.CudnnTranspose
+    depthwise = input.dim() in (3, 4) and groups == input.shape[1] > 1 and weight.shape[0] % input.shape[1] == 0
+    return backend.CudaDepthwise2d if depthwise else backend.Cudnn
 
 
 def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[object], Mapping[str, object]], object]:

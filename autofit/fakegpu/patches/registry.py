@@ -70,7 +70,7 @@ class Registry:
             attention.attention_of_a_card(self.gpu, self.undo)
             kernels_of_cuda(self.undo)
             self.gpu.tracer.whole = own_kernels()
-        self.gpu.tracer.in_parts = in_parts()
+        self.gpu.tracer.in_parts.update(in_parts())
         self._allow_foreach()
         self.undo.add(self.note_renamed_modules)
         for name in _LIBRARIES:
