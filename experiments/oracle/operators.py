@@ -1,6 +1,7 @@
 """Operators one by one: the bytes of each, simulated and by torch's own dispatch and allocator, at random shapes.
 
-cd experiments; python -m oracle.operators collect FOLDER      # the operators of traced steps -> operators.jsonl
+cd experiments; python -m oracle.operators collect FOLDER      # the operators of traced steps and of programs -> operators.jsonl
+python -m oracle.operators programs            # those of programs alone are added
 python -m oracle.operators compare                             # in `nox -s cuda`'s environment -> operators.md
 """
 
@@ -34,6 +35,7 @@ from oracle.calls import Call, Calls, has_sizes, made, operator, resized, tensor
 
 SEEN, TABLE = HERE / "operators.jsonl", HERE / "operators.md"
 SHAPES, _TRIES = 10, 40
+_ENDED = "the process ended with "  # it could not be run without a card
 _ROLLING = ("llama", "deepseek_v2", "gemma2", "llama4_text")  # each with a cache of another kind
 # Why an operator may differ, as torch's source has it; only the sums' and the noise's sizes were computed again.
 CAUSES = {
@@ -67,11 +69,13 @@ Bytes = tuple[int, int] | str  # peak and kept beside the arguments; or the erro
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m oracle.operators", description=__doc__)
-    parser.add_argument("what", choices=("collect", "compare", "simulate", "dispatch"))
+    parser.add_argument("what", choices=("collect", "programs", "compare", "simulate", "dispatch"))
     parser.add_argument("folder", type=Path, nargs="?")
     given = parser.parse_args()
     if given.what == "collect":
         collect(Folder(home=given.folder))
+    elif given.what == "programs":
+        of_programs()
     elif given.what == "compare":
         compare()
     else:
@@ -103,6 +107,28 @@ def collect(folder: Folder) -> None:
     for name in ARCHITECTURES:
         keep(of_architecture(name), found)
         print(name, len(found), flush=True)
+    write(found)
+    of_programs()
+
+
+def of_programs() -> None:
+    """Add the operators of small programs to those that were found."""
+    from autofit.fakegpu import fake_gpu
+    from oracle.programs import programs
+
+    found: dict[str, list[Call]] = {}
+    for line in SEEN.read_text().splitlines():
+        call = json.loads(line)
+        found.setdefault(call["op"], []).append(call)
+    for number, program in enumerate(programs()):
+        with fake_gpu("h100", enforce_capacity=False, record_places=False), Calls() as seen:
+            program()
+        keep(seen.found, found)
+        print(number, len(found), flush=True)
+    write(found)
+
+
+def write(found: dict[str, list[Call]]) -> None:
     lines = [json.dumps(call) for op in sorted(found) for call in found[op]]
     SEEN.write_text("\n".join(lines) + "\n")
 
@@ -164,8 +190,12 @@ def simulated() -> Iterator[Callable[[Call], Bytes]]:
             allocator.reset_peaks()
             return allocator.allocated_bytes
 
+        def taken(call: Call) -> Bytes:
+            gpu.memory.empty_cache()
+            return _taken(call, reset, lambda: (allocator.peak_allocated_bytes, allocator.allocated_bytes))
+
         _start_cublas()
-        yield lambda call: _taken(call, reset, lambda: (allocator.peak_allocated_bytes, allocator.allocated_bytes))
+        yield taken
 
 
 @contextmanager
@@ -177,6 +207,7 @@ def dispatched() -> Iterator[Callable[[Call], Bytes]]:
     counts = ctypes.CDLL("libcudart.so.13").null_gpu_counts
 
     def taken(call: Call) -> Bytes:
+        torch.cuda.empty_cache()  # a call takes what it finds: a block of up to 1 MiB more is not split
         counts(rows_of_mask(call))
         try:
             return _taken(call, reset, lambda: (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
@@ -238,7 +269,7 @@ def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES
     for call in calls:
         by_op.setdefault(call["op"], []).append(call)
     rows: dict[str, list[Row]] = {}
-    with _child("simulate", {}) as simulate, _child("dispatch", env) as dispatch:
+    with _Child("simulate", {}) as simulate, _Child("dispatch", env) as dispatch:
         for op, seen in by_op.items():
             chance, rows[op] = random.Random(op), []
             for attempt in range(_TRIES):
@@ -247,6 +278,9 @@ def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES
                 base = seen[attempt % len(seen)]
                 call = resized(base, chance) if has_sizes(base) else base
                 real = dispatch(call)
+                if str(real).startswith(_ENDED):
+                    rows[op] = [{"call": call, "real": real, "simulated": ""}]
+                    break
                 if not isinstance(real, str):
                     rows[op].append({"call": call, "real": real, "simulated": simulate(call)})
             for call in seen if not rows[op] else ():
@@ -254,25 +288,36 @@ def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES
     return rows
 
 
-@contextmanager
-def _child(what: str, env: dict[str, str]) -> Iterator[Callable[[Call], Bytes]]:
-    """A process that answers calls, one line each."""
-    command = [sys.executable, "-m", "oracle.operators", what]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env={**os.environ, **env}
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        into, out = child.stdin, child.stdout
+class _Child:
+    """A process that answers calls, one line each; another one after a call that ended it."""
 
-        def answer(call: Call) -> Bytes:
-            into.write(json.dumps(call) + "\n")
-            into.flush()
-            found = json.loads(out.readline())
-            return found if isinstance(found, str) else (found[0], found[1])
+    def __init__(self, what: str, env: dict[str, str]) -> None:
+        self._command = [sys.executable, "-m", "oracle.operators", what]
+        self._env = {**os.environ, **env}
+        self._process: subprocess.Popen[str] | None = None
 
-        yield answer
-        into.close()
+    def __enter__(self) -> Callable[[Call], Bytes]:
+        return self._answer
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.communicate()
+
+    def _answer(self, call: Call) -> Bytes:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env=self._env
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(call) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            code, self._process = self._process.wait(), None
+            return f"{_ENDED}{code}"
+        found = json.loads(line)
+        return found if isinstance(found, str) else (found[0], found[1])
 
 
 def is_exact(row: Row) -> bool:

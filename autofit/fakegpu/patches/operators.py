@@ -41,21 +41,11 @@ def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
     if gpu.mode == "cuda":
         for function in (aten.convolution.default, aten.convolution_backward.default):
             handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
-        yield (
-            torch._C,
-            "_select_conv_backend",
-            _convolution_backend,
-            "the CUDA build asks a driver, which may not be there",
-        )
+        yield torch._C, "_select_conv_backend", _convolution_backend, "the CUDA build asks a driver that may be missing"
 
 
 def _convolution_backend(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    *args: object,
-    transposed: bool = False,
-    groups: int = 1,
-    **kwargs: object,
+    input: torch.Tensor, weight: torch.Tensor, *_: object, transposed: bool = False, groups: int = 1, **__: object
 ) -> object:
     """The backend of a convolution on a card: torch's own kernel for one filter a channel, else cuDNN."""
     backend = torch._C._ConvBackend  # type: ignore[attr-defined]
