@@ -50,6 +50,11 @@ GEMMS = {
 }  # fmt: skip
 
 
+# Operations with outputs that only dropout has, and the number of those that they always have: attention.cu leaves the
+# random numbers' seed and offset undefined without.
+WITHOUT_DROPOUT = {aten._scaled_dot_product_efficient_attention.default: 2}
+
+
 # Operations that allocate their last output first: dropout_cuda in Dropout.cu makes the mask before the result.
 MADE_LAST_FIRST = {aten.native_dropout.default}
 

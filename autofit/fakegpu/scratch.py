@@ -28,13 +28,13 @@ from autofit.fakegpu.specs import GpuSpec
 class Rounded(NamedTuple):
     """A size in bytes: `scale` times the product of `dims`, each rounded up to a multiple of its own."""
 
-    scale: int
+    scale: float
     dims: tuple[int, ...]
     multiples: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.scale * prod(map(_up, self.dims, self.multiples))
+        return round(self.scale * prod(map(_up, self.dims, self.multiples)))
 
 
 Buffer = int | tuple[Rounded, ...]  # its bytes; the parts say how they follow from shapes
@@ -158,10 +158,21 @@ def _flash_backward(
     key_heads, key_length = k.shape[1], k.shape[2]
     rows = (batch, heads, length)
     sums = (Rounded(4, rows, (1, 1, 128)),), (Rounded(4 * _head_dim(dim), rows, (1, 1, 128)),)
+    held = *_copy_of_heads(grad), *sums
     if key_heads == heads:
-        return sums
+        return held
     expanded = _whole((batch, heads, key_length), dim * k.element_size())
-    return *sums, expanded, expanded
+    return *held, expanded, expanded
+
+
+def _copy_of_heads(grad: torch.Tensor) -> Held:
+    """A gradient (batch, heads, length, dim) is made contiguous as (batch, length, heads, dim)."""
+    view = _View.of(grad)
+    batch, heads, length, dim = view.shape
+    wanted = _View.new((batch, length, heads, dim), grad.dtype).strides
+    have = tuple(view.strides[i] for i in (0, 2, 1, 3))
+    same = all(size == 1 or a == b for size, a, b in zip((batch, length, heads, dim), have, wanted, strict=True))
+    return () if same else (view.whole,)
 
 
 def _flash_backward_of_tokens(
@@ -173,9 +184,12 @@ def _flash_backward_of_tokens(
         return _flash_backward(spec, grad, q.transpose(1, 2), k.transpose(1, 2), v)
     tokens, heads, dim = q.shape
     sequences = starts_q.shape[0] - 1
-    buffers = tuple(
-        (Rounded(scale, (heads, tokens), (1, 1)), Rounded(128 * scale, (heads, sequences), (1, 1)))
-        for scale in (4, 4 * _head_dim(dim))
+    buffers = (
+        *_copy_with_gaps(grad),
+        *(
+            (Rounded(scale, (heads, tokens), (1, 1)), Rounded(128 * scale, (heads, sequences), (1, 1)))
+            for scale in (4, 4 * _head_dim(dim))
+        ),
     )
     if k.shape[1] == heads:
         return buffers
@@ -191,10 +205,22 @@ def _delta(spec: GpuSpec, grad: torch.Tensor, query: torch.Tensor, *_: object, *
 def _efficient_backward(
     spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
 ) -> Held:
-    """_efficient_attention_backward in attention_backward.cu: delta, and fp32 gradient accumulators."""
+    """_efficient_attention_backward in attention_backward.cu: delta, and fp32 sums of blocks of dq, each with a lock.
+
+    Blocks are those of the kernels for compute capability 8.0 and later (kernel_backward.h). Of wide heads dk and dv
+    are summed in memory too.
+    """
     batch, heads, length, dim = q.shape
     rows = (batch, heads, length)
-    return ((Rounded(4, (*rows, dim), (1, 1, 64, 32)), Rounded(4, rows, (1, 1, 1))),)
+    if dim <= 64:
+        sums: Buffer = (Rounded(4 * 64 + 16 / 64, rows, (1, 1, 64)),)
+    elif dim <= 128 and q.element_size() == 2:
+        sums = (Rounded(4 * 128 + 16 / 128, rows, (1, 1, 128)),)
+    else:
+        of_keys = Rounded(8 * _up(dim, 128), (batch, heads, k.shape[2]), (1, 1, 64))
+        of_queries = Rounded((4 * 64 + 16 / 128) * -(-dim // 64), rows, (1, 1, 128))
+        sums = (of_queries, of_keys) if dim > 128 else (of_queries,)
+    return *_copy_of_heads(grad), _whole(rows, 4), sums
 
 
 def _cudnn_backward(
@@ -294,6 +320,11 @@ def _each_norm(spec: GpuSpec, self: Sequence[torch.Tensor], *_: object, dtype: t
     return (_accumulated(dtype or self[0].dtype) * parts * len(self),)
 
 
+def _each_largest(spec: GpuSpec, self: Sequence[torch.Tensor]) -> Held:
+    parts = max(-(-tensor.numel() // 65536) for tensor in self)
+    return (self[0].element_size() * parts * len(self),)
+
+
 # ---------------------------------------------------------------------- softmax and norms
 def _softmax(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
     """host_softmax in SoftMax.cu and log_softmax_cpu_out in SoftMax.cpp: a view with gaps is first made contiguous."""
@@ -303,6 +334,46 @@ def _softmax(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Hel
 def _softmax_backward(spec: GpuSpec, grad: torch.Tensor, output: torch.Tensor, *_: object, **__: object) -> Held:
     """softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own."""
     return (_whole(output.shape, torch.promote_types(grad.dtype, output.dtype).itemsize),)
+
+
+def _norm_backward(
+    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, normalized: Sequence[int], *args: object, **__: object
+) -> Held:
+    """LayerNormBackwardKernelImplInternal in layer_norm_kernel.cu: of many short rows, sums of 32 rows each."""
+    size = prod(normalized)
+    rows = input.numel() // max(size, 1)
+    wanted = sum(map(bool, args[-1][1:])) if isinstance(args[-1], (list, tuple)) else 0
+    if rows <= 1 << 16 or size // 32 >= spec.sm_count // 2 or not wanted:
+        return ()
+    parts = _View.new((-(-rows // 32), size), input.dtype)
+    summed = size * input.element_size()
+    return *[parts.whole] * wanted, summed, *_split(spec, parts, (0,), _accumulated(input.dtype))
+
+
+def _group_norm(
+    spec: GpuSpec, input: torch.Tensor, weight: object, bias: object, batch: int, channels: int, size: int,
+    groups: int, *_: object,
+) -> Held:  # fmt: skip
+    """GroupNormKernelImplInternal in group_norm_kernel.cu: fp32 moments, a factor and a summand for each channel."""
+    moments: Held = (4 * batch * groups,) * 2 if input.element_size() < 4 else ()
+    return *moments, *[4 * batch * channels] * 2
+
+
+def _group_norm_backward(
+    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, mean: object, rstd: object, weight: object, batch: int,
+    channels: int, size: int, groups: int, *_: object,
+) -> Held:  # fmt: skip
+    """GroupNormBackwardKernelImplInternal: sums and a factor for each channel, two numbers for each group."""
+    return *[4 * batch * channels] * 3, *[4 * batch * groups] * 2
+
+
+def _batch_norm_backward(spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, *_: object, **__: object) -> Held:
+    """batch_norm_backward_cuda in Normalization.cu: two sums for each channel."""
+    return (4 * input.shape[1],) * 2
+
+
+def _nll_loss_backward(spec: GpuSpec, grad: torch.Tensor, *_: object, **__: object) -> Held:
+    return _copy_with_gaps(grad)
 
 
 # ---------------------------------------------------------------------- order
@@ -382,12 +453,20 @@ def _embedding_backward(
     Sorted and original indices, the places of segments, their parts and where these begin, two counts, and fp32 sums of
     each part: a segment, the rows of one token, is split after 10 rows. Each row may be a segment.
     """
-    count, dim = indices.numel(), grad.shape[-1]
-    if count <= 3072:
-        return ()
+    return () if indices.numel() <= 3072 else _by_segments(grad, indices, num_weights)
+
+
+def _embedding_bag_backward(
+    spec: GpuSpec, grad: torch.Tensor, indices: torch.Tensor, offsets: object, offset2bag: object, bag_size: object,
+    maximum_indices: object, num_weights: int, *_: object, **__: object,
+) -> Held:  # fmt: skip
+    return _by_segments(grad, indices, num_weights)
+
+
+def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> Held:
+    count, dim, item = indices.numel(), grad.shape[-1], indices.element_size()
     parts = count // 10 + min(count, num_weights)
-    of_indices, item = count * indices.element_size(), indices.element_size()
-    return (*_copy_with_gaps(grad), *[of_indices] * 5, 8, 8, parts * item, parts * dim * _accumulated(grad.dtype))
+    return *_copy_with_gaps(grad), *[count * item] * 5, 8, 8, parts * item, parts * dim * _accumulated(grad.dtype)
 
 
 def _index_put(
@@ -439,6 +518,30 @@ def _multinomial(spec: GpuSpec, self: torch.Tensor, num_samples: int, replacemen
     return *checks, _whole(self.shape, item), num_samples * self.numel() // self.shape[-1] * item
 
 
+def _bincount(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    """The least and the largest number (SummaryOps.cu)."""
+    return (self.element_size(),) * 2
+
+
+def _copied(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    return _copy_with_gaps(self)
+
+
+def _another(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    """normal_impl in DistributionTemplates.h: standard deviations of the same shape, times the draws."""
+    return (_whole(self.shape, self.element_size()),)
+
+
+def _unfold_backward(spec: GpuSpec, grad: torch.Tensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Held:
+    """unfold_backward in UnfoldBackward.cpp: the places along the dimension, up to the end of the last part."""
+    return (8 * min(sizes[dim], (grad.shape[dim] - 1) * step + size),)
+
+
+def _renorm(spec: GpuSpec, self: torch.Tensor, p: float, dim: int, *_: object) -> Held:
+    """The norms of the slices, which become factors."""
+    return (self.element_size() * self.shape[dim],)
+
+
 def _pow_of_number(spec: GpuSpec, self: object, exponent: torch.Tensor, **_: object) -> Held:
     """pow_Scalar_out in Pow.cpp: the number becomes a tensor of one element."""
     return (torch.result_type(self, exponent).itemsize,)  # type: ignore[call-overload]
@@ -458,6 +561,11 @@ def _grouped_mm(
     return 24 * _up(groups, 2) + 36 * groups, 512 * spec.sm_count
 
 
+def _product_with_vector(spec: GpuSpec, self: torch.Tensor, vector: torch.Tensor) -> Held:
+    """addmv_impl_cuda in Blas.cpp: cuBLAS takes no vector of which all elements are one."""
+    return (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
+
+
 def _convolution(spec: GpuSpec, input: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> Held:
     """conv_depthwise2d_cuda in DepthwiseConv2d.cu: a contiguous input and weight."""
     return *_copy_with_gaps(input), *_copy_with_gaps(weight)
@@ -475,7 +583,7 @@ def _named(names: str, scratch: Scratch) -> dict[str, Scratch]:
     return {f"aten::{name}": scratch for name in names.split()}
 
 
-_SUMS = ("default", "dim_IntList", "dim", "dim_int")
+_SUMS = ("default", "dim_IntList", "dim", "dim_int", "out")
 SCRATCH: dict[str, Scratch] = {
     **_named("sum mean nansum prod", Scratch(_reduction(_accumulated, casts=True), _SUMS)),
     **_named("amax amin", Scratch(_reduction(_itself))),
@@ -483,15 +591,29 @@ SCRATCH: dict[str, Scratch] = {
     **_named("var std var_mean std_mean", Scratch(_reduction(_moments), ("correction",))),
     "aten::aminmax": Scratch(_reduction(_both_ends)),
     "aten::linalg_vector_norm": Scratch(_reduction(_accumulated, dim_at=1)),
+    "aten::norm": Scratch(_reduction(_accumulated, dim_at=1), ("Scalar", "ScalarOpt_dim")),
     **_named("max min", Scratch(_largest, ("default", "dim"))),
     **_named("argmax argmin", Scratch(_of_all_in_order(_with_place))),
     "aten::_foreach_norm": Scratch(_each_norm, ("Scalar",)),
+    "aten::_foreach_max": Scratch(_each_largest),
+    **_named("native_layer_norm_backward _fused_rms_norm_backward", Scratch(_norm_backward)),
+    "aten::native_group_norm": Scratch(_group_norm),
+    "aten::native_group_norm_backward": Scratch(_group_norm_backward),
+    "aten::native_batch_norm_backward": Scratch(_batch_norm_backward),
+    "aten::nll_loss_backward": Scratch(_nll_loss_backward),
+    "aten::bincount": Scratch(_bincount),
+    "aten::roll": Scratch(_copied),
+    "aten::normal": Scratch(_another, ("Tensor_float",)),
+    "aten::unfold_backward": Scratch(_unfold_backward),
+    "aten::renorm": Scratch(_renorm),
+    "aten::mv": Scratch(_product_with_vector),
     **_named("_softmax _log_softmax", Scratch(_softmax, on_cpu=True)),
     "aten::_softmax_backward_data": Scratch(_softmax_backward, ("default", "out")),
     "aten::sort": Scratch(_sort, ("default", "stable")),
     "aten::topk": Scratch(_topk),
     **_named("cumsum cumprod logcumsumexp", Scratch(_cumulated)),
     "aten::embedding_dense_backward": Scratch(_embedding_backward),
+    "aten::_embedding_bag_backward": Scratch(_embedding_bag_backward),
     **_named("index_put index_put_ _index_put_impl_ _unsafe_index_put", Scratch(_index_put)),
     **_named("masked_scatter masked_scatter_", Scratch(_masked_scatter)),
     "aten::isin": Scratch(_isin, ("Tensor_Tensor",)),

@@ -17,7 +17,7 @@ from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.communication import NAMESPACES, collective, moved_by
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
-from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs
+from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, WITHOUT_DROPOUT, rounded_outputs
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
@@ -104,7 +104,7 @@ class Tracer(TorchDispatchMode):
         name = func._schema.name[6:]
         if kwargs:
             pin(func, kwargs, out)
-        self._track(out[::-1] if func in MADE_LAST_FIRST and isinstance(out, tuple) else out, name)
+        self._track(_in_order(func, args, out), name)
         if self.host is not None:
             self.host.follow(out)
         if self.layers is not None and not self.layers.code():
@@ -304,6 +304,15 @@ class Tracer(TorchDispatchMode):
         for index in self._workspaces.values():
             self.memory.release(index)
         self._workspaces.clear()
+
+
+def _in_order(func: OpOverload, args: Sequence[object], out: object) -> object:
+    """The outputs of an operation that a card allocates, the first one first."""
+    if not isinstance(out, tuple):
+        return out
+    if func in WITHOUT_DROPOUT and (len(args) < 6 or not args[5]):
+        return out[: WITHOUT_DROPOUT[func]]
+    return out[::-1] if func in MADE_LAST_FIRST else out
 
 
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -34,7 +34,7 @@ from gpu.folder import Folder, Row  # noqa: E402
 from oracle.calls import Call, Calls, has_sizes, made, operator, resized, tensors  # noqa: E402
 
 SEEN, TABLE = HERE / "operators.jsonl", HERE / "operators.md"
-SHAPES, _TRIES = 10, 40
+SHAPES, _TRIES = 10, 400
 _ENDED = "the process ended with "  # it could not be run without a card
 _ROLLING = ("llama", "deepseek_v2", "gemma2", "llama4_text")  # each with a cache of another kind
 # Why an operator may differ, as torch's source has it; only the sums' and the noise's sizes were computed again.

@@ -55,7 +55,7 @@ def _trained(optimizer: Callable[[Any], torch.optim.Optimizer]) -> Program:
 _LAYERS: tuple[tuple[Callable[[], nn.Module], tuple[int, ...]], ...] = (
     (lambda: nn.LayerNorm(768), (8, 512, 768)), (lambda: nn.RMSNorm(768), (8, 512, 768)),
     (lambda: nn.LayerNorm(128), (70000, 128)), (lambda: nn.RMSNorm(128), (70000, 128)),
-    (lambda: nn.GroupNorm(32, 256), (4, 256, 24, 24)), (lambda: nn.BatchNorm1d(256), (64, 256)),
+    (lambda: nn.GroupNorm(8, 256), (4, 256, 576)), (lambda: nn.BatchNorm1d(256), (64, 256)),
     (lambda: nn.Conv1d(256, 256, 4, groups=256, padding=3), (2, 256, 700)),
     (lambda: nn.Conv2d(128, 128, 3, groups=128, padding=1), (4, 128, 40, 40)),
     (nn.GELU, (8, 512, 768)), (nn.SiLU, (8, 512, 768)), (nn.Mish, (8, 512, 768)), (nn.ELU, (8, 512, 768)),
