@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.allocator import Block, CachingAllocator, OutOfCapacityError
 from autofit.fakegpu.replay import EventLog
-from autofit.fakegpu.scratch import Held, Rounded
+from autofit.fakegpu.scratch import Held, Rounded, Stepwise
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec
 
 # The simulated card's memory: each storage of a fake tensor holds a block of the allocator during its lifetime.
@@ -44,6 +44,7 @@ class Allocation:
     died: int | None = None
     layer: int = 0  # tag of its layer, if layers are followed
     parts: tuple[Rounded, ...] = ()  # of its size, where dimensions are rounded up
+    is_stepwise: bool = False  # its size follows no formula of shapes
 
     @property
     def place(self) -> str:
@@ -199,7 +200,8 @@ class SimulatedMemory:
             nbytes = buffer if isinstance(buffer, int) else sum(part.nbytes for part in parts)
             if nbytes > 0:
                 indices.append(self.allocate(nbytes, "temporaries", op))
-                self.allocations[indices[-1]].parts = parts
+                allocation = self.allocations[indices[-1]]
+                allocation.parts, allocation.is_stepwise = parts, isinstance(buffer, Stepwise)
         for index in reversed(indices):
             self.release(index)
         return indices

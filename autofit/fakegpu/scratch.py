@@ -37,6 +37,10 @@ class Rounded(NamedTuple):
         return round(self.scale * prod(map(_up, self.dims, self.multiples)))
 
 
+class Stepwise(int):
+    """Bytes that change with shapes in leaps, as a number of blocks does: no formula of the shapes has them."""
+
+
 Buffer = int | tuple[Rounded, ...]  # its bytes; the parts say how they follow from shapes
 Held = tuple[Buffer, ...]  # at the same time
 Rule = Callable[..., Held]  # of the card and the operator's arguments
@@ -131,8 +135,8 @@ def _flash(
     splits = _splits(batch * heads * -(-length // 64), 2 * spec.sm_count, -(-key_length // block))
     if splits == 1:
         return ()
-    rows = (splits, batch, heads, length)
-    return _whole(rows, 4), _whole(rows, 4 * _head_dim(dim))
+    numbers = splits * batch * heads * length
+    return Stepwise(4 * numbers), Stepwise(4 * _head_dim(dim) * numbers)
 
 
 def _splits(blocks: int, processors: int, key_blocks: int) -> int:
@@ -235,11 +239,12 @@ def _cudnn_backward(
 # ---------------------------------------------------------------------- reductions
 def _split(spec: GpuSpec, view: _View, dims: Sequence[int], partial_bytes: int) -> Held:
     """gpu_reduce_kernel in Reduce.cuh."""
-    return split_buffers(
+    buffers = split_buffers(
         view.shape, view.strides, tuple(sorted({dim % max(len(view.shape), 1) for dim in dims})),
         itemsize=view.dtype.itemsize, offset=view.offset, partial_bytes=partial_bytes, processors=spec.sm_count,
         threads=spec.threads_per_sm,
     )  # fmt: skip
+    return tuple(map(Stepwise, buffers))
 
 
 def _all_or(dim: object, tensor: torch.Tensor) -> Sequence[int]:
@@ -407,8 +412,8 @@ def _topk(spec: GpuSpec, self: torch.Tensor, k: int, dim: int = -1, *_: object, 
     items = min(max(-(-self.numel() // (blocks_of_card * 256)), 4), 64)
     blocks = rows * -(-length // (256 * items))
     return (
-        rows * self.element_size(), 8 * rows, 8 * rows, 512 * blocks, 1024 * rows, 4 * blocks, 4 * blocks,
-        scan_bytes(blocks, sum_bytes=8),
+        rows * self.element_size(), 8 * rows, 8 * rows, Stepwise(512 * blocks), 1024 * rows, Stepwise(4 * blocks),
+        Stepwise(4 * blocks), Stepwise(scan_bytes(blocks, sum_bytes=8)),
     )  # fmt: skip
 
 

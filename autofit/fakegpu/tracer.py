@@ -316,16 +316,31 @@ def _in_order(func: OpOverload, args: Sequence[object], out: object) -> object:
 
 
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """The matmul of experts; its fake accepts only bf16, while CUDA runs other types too (as a loop of matmuls)."""
+    """The matmul of experts; its fake accepts only bf16, while CUDA runs other types too (as a loop of matmuls).
+
+    The rows of CUDA's result are multiples of 16 bytes apart (create_grouped_gemm_output_tensor in GroupedMMUtils.h), of
+    a CPU build's fake they are not.
+    """
     a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
     if a.dtype is torch.bfloat16 or not isinstance(a, FakeTensor):
-        return aten._grouped_mm.default(*args, **kwargs)
+        out = aten._grouped_mm.default(*args, **kwargs)
+        return _rows_apart(out) if isinstance(out, FakeTensor) and out.fake_device.type == "cuda" else out
     groups: tuple[int, ...] = (a.shape[0],) if a.dim() == b.dim() == 3 else ()
     if a.dim() == b.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         groups = (offsets.shape[0],) if isinstance(offsets, torch.Tensor) else ()
     dtype = kwargs.get("out_dtype") or a.dtype
-    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=cast("torch.dtype", dtype))
+    out = a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=cast("torch.dtype", dtype))
+    return _rows_apart(out) if a.fake_device.type == "cuda" else out
+
+
+def _rows_apart(out: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape with rows of multiples of 16 bytes; the same one if its are."""
+    multiple = 16 // out.element_size()
+    if out.stride(-2) % multiple == 0:
+        return out
+    width = -(-out.shape[-1] // multiple) * multiple
+    return out.new_empty_strided(out.shape, (out.shape[-2] * width, width, 1)[-out.dim() :])
 
 
 def _waited(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -1,8 +1,8 @@
 """Operators one by one: the bytes of each, simulated and by torch's own dispatch and allocator, at random shapes.
 
-cd experiments; python -m oracle.operators collect FOLDER      # the operators of traced steps and of programs -> operators.jsonl
-python -m oracle.operators programs            # those of programs alone are added
-python -m oracle.operators compare                             # in `nox -s cuda`'s environment -> operators.md
+cd experiments; python -m oracle.operators collect FOLDER      # of traced steps and of programs -> operators.jsonl
+python -m oracle.operators programs            # those of programs are added
+python -m oracle.operators compare             # in `nox -s cuda`'s environment -> operators.md
 """
 
 import argparse
@@ -37,26 +37,14 @@ SEEN, TABLE = HERE / "operators.jsonl", HERE / "operators.md"
 SHAPES, _TRIES = 10, 400
 _ENDED = "the process ended with "  # it could not be run without a card
 _ROLLING = ("llama", "deepseek_v2", "gemma2", "llama4_text")  # each with a cache of another kind
-# Why an operator may differ, as torch's source has it; only the sums' and the noise's sizes were computed again.
-CAUSES = {
-    "aten.sum.dim_IntList": "a sum over many rows is split between blocks (setReduceConfig in Reduce.cuh)",
-    "aten.sum.default": "as sum.dim_IntList",
-    "aten.multinomial.default": "the noise is counted; its argmax is split between blocks as a sum is",
-    "aten._foreach_norm.Scalar": "a number for each 65536 elements of each tensor (ForeachReduceOp.cu)",
-    "aten._scaled_dot_product_flash_attention.default": "few queries: keys are split between blocks (flash_api.cpp)",
-    "aten.embedding_dense_backward.default": "the number of segments depends on values; all are the same token here",
-    "aten.index.Tensor": "the number of rows depends on values",
-    "aten.index_put_.default": "the number of rows depends on values",
-    "aten.isin.Tensor_Tensor": "masks of each element (isin_default_kernel_gpu)",
-    "aten.masked_scatter.default": "the mask's prefix sum",
-    "aten.masked_scatter_backward.default": "the mask's prefix sum",
-    "aten.cumsum.default": "a scan of one row takes partial sums (cub)",
-    "aten.sort.default": "cub's buffers are estimated",
-    "aten.index_put.default": "accumulation sorts the indices (Indexing.cu)",
-    "aten._grouped_mm.default": "a workspace for the groups (GroupMM.cu)",
-    "bitsandbytes.int8_mixed_scaled_mm.default": "in float32 where the inner size is no multiple of 4",
-    "aten.convolution.default": "fake tensors of the CUDA build ask a driver for it; the CPU build simulates it",
-    "aten.convolution_backward.default": "as convolution",
+# Why CUDA's dispatch cannot run an operator without a card.
+NOT_RUN = {
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN does not start",
+    "aten._scaled_dot_product_cudnn_attention_backward.default": "cuDNN does not start",
+    "aten.linalg_solve_triangular.default": "cuSOLVER does not load",
+    "aten._fft_r2c.default": "cuFFT does not start",
+    "aten.exp2.default": "its kernel is compiled when it is called (NVRTC)",
+    "aten.prod.dim_int": "its kernel is compiled when it is called (NVRTC)",
 }
 # Operators whose result has as many rows as a mask has true elements. All of them are here: the simulated card's worst
 # case, and what the null GPU tells of them.
@@ -325,22 +313,29 @@ def is_exact(row: Row) -> bool:
 
 
 def table(rows: dict[str, list[Row]]) -> str:
-    """Markdown: how many operators are exact to the byte, and each that is not with its first difference."""
+    """Markdown: how many operators are exact to the byte, each that is not, and what did not run."""
     ran = {op: found for op, found in rows.items() if not isinstance(found[0]["real"], str)}
     exact = [op for op, found in ran.items() if all(map(is_exact, found))]
     lines = [
         "Peak and kept bytes of each operator, simulated and by the real CUDA build of torch without a card.", "",
-        f"- {len(ran)} operators of traced steps, {sum(map(len, ran.values()))} calls at random shapes",
-        f"- {len(exact)} operators ({len(exact) / len(ran):.1%}) are exact to the byte at every shape", "",
-        "| not exact | calls | at | peak, kept | simulated | likely cause |", "|---|---|---|---|---|---|",
+        f"- {len(ran)} operators of traced steps and of small programs (`programs.py`), "
+        f"{sum(map(len, ran.values()))} calls at random shapes",
+        f"- {len(exact)} operators ({len(exact) / len(ran):.1%}) are exact to the byte at every shape",
+        f"- {sum(op in BY_MASK for op in ran)} of them have as many rows as a mask has true elements: here all, the "
+        "simulated card's worst case, as the null GPU is told to count them", "",
     ]  # fmt: skip
+    if len(exact) < len(ran):
+        lines += ["| not exact | calls | at | peak, kept | simulated |", "|---|---|---|---|---|"]
     for op, found in ran.items():
         wrong = [row for row in found if not is_exact(row)]
         if wrong:
             lines.append(f"| {op} | {len(wrong)} of {len(found)} | {_shapes(wrong[0]['call'])} | {wrong[0]['real']} | "
-                         f"{wrong[0]['simulated']} | {CAUSES.get(op, 'not known')} |")  # fmt: skip
-    lines += ["", "Not run by CUDA's dispatch with these arguments:", ""]
-    lines += [f"- {op}: {found[0]['real']}" for op, found in rows.items() if op not in ran]
+                         f"{wrong[0]['simulated']} |")  # fmt: skip
+    few = [f"{op} ({len(found)})" for op, found in ran.items() if len(found) < SHAPES]
+    if few:
+        lines += ["", f"At fewer shapes, as random ones are refused: {', '.join(few)}."]
+    lines += ["", "Not run by CUDA's dispatch without a card:", ""]
+    lines += [f"- {op}: {NOT_RUN.get(op, found[0]['real'])}" for op, found in rows.items() if op not in ran]
     return "\n".join(lines) + "\n"
 
 

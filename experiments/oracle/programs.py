@@ -25,9 +25,10 @@ def programs() -> Iterator[Program]:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 _OPTIMIZERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
-    lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True), lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
-    lambda p: torch.optim.AdamW(p, foreach=False), lambda p: torch.optim.Adam(p, fused=True),
-    lambda p: torch.optim.Adam(p, foreach=True, weight_decay=0.1), lambda p: torch.optim.SGD(p, momentum=0.9, fused=True),
+    lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
+    lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True), lambda p: torch.optim.AdamW(p, foreach=False),
+    lambda p: torch.optim.Adam(p, fused=True), lambda p: torch.optim.Adam(p, foreach=True, weight_decay=0.1),
+    lambda p: torch.optim.SGD(p, momentum=0.9, fused=True),
     lambda p: torch.optim.SGD(p, momentum=0.9, foreach=True, nesterov=True), lambda p: torch.optim.Adagrad(p),
     lambda p: torch.optim.Adagrad(p, fused=True), lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     lambda p: torch.optim.Adadelta(p), lambda p: torch.optim.Adamax(p), lambda p: torch.optim.NAdam(p),
@@ -57,16 +58,15 @@ _LAYERS: tuple[tuple[Callable[[], nn.Module], tuple[int, ...]], ...] = (
     (lambda: nn.LayerNorm(128), (70000, 128)), (lambda: nn.RMSNorm(128), (70000, 128)),
     (lambda: nn.GroupNorm(8, 256), (4, 256, 576)), (lambda: nn.BatchNorm1d(256), (64, 256)),
     (lambda: nn.Conv1d(256, 256, 4, groups=256, padding=3), (2, 256, 700)),
-    (lambda: nn.Conv2d(128, 128, 3, groups=128, padding=1), (4, 128, 40, 40)),
-    (nn.GELU, (8, 512, 768)), (nn.SiLU, (8, 512, 768)), (nn.Mish, (8, 512, 768)), (nn.ELU, (8, 512, 768)),
-    (nn.Hardswish, (8, 512, 768)), (nn.Hardsigmoid, (8, 512, 768)), (nn.LeakyReLU, (8, 512, 768)),
-    (nn.Hardtanh, (8, 512, 768)), (nn.Softplus, (8, 512, 768)), (nn.GLU, (8, 512, 768)), (nn.PReLU, (8, 512, 768)),
-    (nn.LogSigmoid, (8, 512, 768)), (nn.Softshrink, (8, 512, 768)), (nn.Hardshrink, (8, 512, 768)),
-    (lambda: nn.Softmax(-1), (8, 16, 200, 200)), (lambda: nn.LogSoftmax(-1), (4, 200, 3000)),
-    (lambda: nn.Dropout(0.1), (8, 512, 768)), (lambda: nn.AvgPool2d(2), (4, 64, 48, 48)),
-    (lambda: nn.MaxPool2d(2), (4, 64, 48, 48)), (lambda: nn.AdaptiveAvgPool2d(7), (4, 64, 48, 48)),
-    (lambda: nn.AdaptiveAvgPool1d(7), (4, 64, 48)), (lambda: nn.AvgPool1d(2), (4, 64, 480)),
-    (lambda: nn.Upsample(scale_factor=2, mode="nearest"), (4, 64, 24, 24)),
+    (lambda: nn.Conv2d(128, 128, 3, groups=128, padding=1), (4, 128, 40, 40)), (nn.GELU, (8, 512, 768)),
+    (nn.SiLU, (8, 512, 768)), (nn.Mish, (8, 512, 768)), (nn.ELU, (8, 512, 768)), (nn.Hardswish, (8, 512, 768)),
+    (nn.Hardsigmoid, (8, 512, 768)), (nn.LeakyReLU, (8, 512, 768)), (nn.Hardtanh, (8, 512, 768)),
+    (nn.Softplus, (8, 512, 768)), (nn.GLU, (8, 512, 768)), (nn.PReLU, (8, 512, 768)), (nn.LogSigmoid, (8, 512, 768)),
+    (nn.Softshrink, (8, 512, 768)), (nn.Hardshrink, (8, 512, 768)), (lambda: nn.Softmax(-1), (8, 16, 200, 200)),
+    (lambda: nn.LogSoftmax(-1), (4, 200, 3000)), (lambda: nn.Dropout(0.1), (8, 512, 768)),
+    (lambda: nn.AvgPool2d(2), (4, 64, 48, 48)), (lambda: nn.MaxPool2d(2), (4, 64, 48, 48)),
+    (lambda: nn.AdaptiveAvgPool2d(7), (4, 64, 48, 48)), (lambda: nn.AdaptiveAvgPool1d(7), (4, 64, 48)),
+    (lambda: nn.AvgPool1d(2), (4, 64, 480)), (lambda: nn.Upsample(scale_factor=2, mode="nearest"), (4, 64, 24, 24)),
     (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (4, 64, 24, 24)),
     (lambda: nn.Upsample(scale_factor=2, mode="bicubic"), (4, 64, 24, 24)),
     (lambda: nn.Unfold(14, stride=14), (2, 3, 224, 224)), (lambda: nn.PixelShuffle(2), (2, 64, 24, 24)),
@@ -85,8 +85,7 @@ def _backward(layer: Callable[[], nn.Module], shape: tuple[int, ...]) -> Program
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 _LOSSES: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
-    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
-    functional.kl_div,
+    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss, functional.kl_div,
     lambda a, b: functional.kl_div(a, b, log_target=True, reduction="batchmean"),
     lambda a, b: functional.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
     functional.binary_cross_entropy_with_logits, functional.poisson_nll_loss,
@@ -99,7 +98,8 @@ _LOSSES: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
     lambda a, b: torch.minimum(a, b).sum(), lambda a, b: torch.lerp(a, b, 0.5).sum(),
     lambda a, b: torch.atan2(a, b).sum(), lambda a, b: torch.xlogy(a, b).sum(), lambda a, b: torch.fmod(a, b).sum(),
     lambda a, b: torch.addcmul(a, a, b).sum(), lambda a, b: torch.addcdiv(a, a, b).sum(),
-    lambda a, b: torch.cdist(a, b).sum(), lambda a, b: torch.baddbmm(a[None] @ b.t()[None], a[None], b.t()[None]).sum(),
+    lambda a, b: torch.cdist(a, b).sum(),
+    lambda a, b: torch.baddbmm(a[None] @ b.t()[None], a[None], b.t()[None]).sum(),
     lambda a, b: (a[:, None] @ b[:, :, None]).sum(), lambda a, b: torch.outer(a[0], b[0]).sum(),
     lambda a, b: torch.mv(a, b[0]).sum(), lambda a, b: torch.dot(a[0], b[0]), lambda a, b: torch.hypot(a, b).sum(),
     lambda a, b: torch.copysign(a, b).sum(), lambda a, b: (a**b).sum(), lambda a, b: torch.remainder(a, 2.5).sum(),
@@ -118,28 +118,31 @@ def _of_two(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Progr
 
 _FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: x.var(-1), lambda x: x.std(0), lambda x: torch.var_mean(x, -1)[0], lambda x: x.logsumexp(-1),
-    lambda x: x.amax(-1), lambda x: x.amin(0), lambda x: x.max(-1)[0], lambda x: x.min(0)[0], lambda x: x.norm(dim=-1),
-    lambda x: x.norm(p=1), lambda x: x.cumsum(-1), lambda x: x.cumsum(0), lambda x: x.cumprod(-1),
-    lambda x: x.logcumsumexp(-1), lambda x: x.sort(-1)[0], lambda x: x.sort(dim=-1, stable=True)[0], lambda x: x.sort(0)[0],
-    lambda x: x.flatten().sort()[0], lambda x: x.topk(20, -1)[0], lambda x: x.flatten().topk(50)[0],
-    lambda x: x.kthvalue(3, -1)[0], lambda x: x.prod(-1), lambda x: x.nansum(-1), lambda x: x.aminmax(dim=-1)[0],
-    lambda x: x.expm1(), lambda x: x.erf(), lambda x: x.sinh(), lambda x: x.acos(), lambda x: x.atan(), lambda x: x.tan(),
-    lambda x: x.sign() * x, lambda x: x.round() * x, lambda x: x.ceil() * x, lambda x: x.trunc() * x, lambda x: x.frac(),
-    lambda x: x.log2(), lambda x: x.log10(), lambda x: x.exp2(), lambda x: x.square(), lambda x: x.logit(),
-    lambda x: x.clamp_min(0.0), lambda x: x.clamp_max(1.0), lambda x: x.clamp(x.detach(), None), lambda x: x.tril(),
-    lambda x: x.triu(), lambda x: x.roll(3, 1), lambda x: x.flip(-1), lambda x: x.diagonal(), lambda x: x.repeat(2, 1),
-    lambda x: x.repeat_interleave(2, 0), lambda x: x.unfold(1, 20, 10), lambda x: x.unbind(1)[0], lambda x: x.chunk(2)[1],
-    lambda x: x.rot90(), lambda x: x.diff(), lambda x: x.trace(), lambda x: x.nan_to_num(), lambda x: x.renorm(2, 0, 1.0),
-    lambda x: x.T.contiguous(), lambda x: x.as_strided((100, 100), (320, 1)), lambda x: x.addmm(x, x[:320, :320]),
+    lambda x: x.amax(-1), lambda x: x.amin(0), lambda x: x.max(-1)[0], lambda x: x.min(0)[0],
+    lambda x: x.norm(dim=-1), lambda x: x.norm(p=1), lambda x: x.cumsum(-1), lambda x: x.cumsum(0),
+    lambda x: x.cumprod(-1), lambda x: x.logcumsumexp(-1), lambda x: x.sort(-1)[0],
+    lambda x: x.sort(dim=-1, stable=True)[0], lambda x: x.sort(0)[0], lambda x: x.flatten().sort()[0],
+    lambda x: x.topk(20, -1)[0], lambda x: x.flatten().topk(50)[0], lambda x: x.kthvalue(3, -1)[0],
+    lambda x: x.prod(-1), lambda x: x.nansum(-1), lambda x: x.aminmax(dim=-1)[0], lambda x: x.expm1(),
+    lambda x: x.erf(), lambda x: x.sinh(), lambda x: x.acos(), lambda x: x.atan(), lambda x: x.tan(),
+    lambda x: x.sign() * x, lambda x: x.round() * x, lambda x: x.ceil() * x, lambda x: x.trunc() * x,
+    lambda x: x.frac(), lambda x: x.log2(), lambda x: x.log10(), lambda x: x.exp2(), lambda x: x.square(),
+    lambda x: x.logit(), lambda x: x.clamp_min(0.0), lambda x: x.clamp_max(1.0), lambda x: x.clamp(x.detach(), None),
+    lambda x: x.tril(), lambda x: x.triu(), lambda x: x.roll(3, 1), lambda x: x.flip(-1), lambda x: x.diagonal(),
+    lambda x: x.repeat(2, 1), lambda x: x.repeat_interleave(2, 0), lambda x: x.unfold(1, 20, 10),
+    lambda x: x.unbind(1)[0], lambda x: x.chunk(2)[1], lambda x: x.rot90(), lambda x: x.diff(), lambda x: x.trace(),
+    lambda x: x.nan_to_num(), lambda x: x.renorm(2, 0, 1.0), lambda x: x.T.contiguous(),
+    lambda x: x.as_strided((100, 100), (320, 1)), lambda x: x.addmm(x, x[:320, :320]),
     lambda x: functional.normalize(x), lambda x: functional.pad(x, (3, 4)),
     lambda x: x.index_add(0, _rows(90), x[:90]), lambda x: x.index_copy(0, _rows(90), x[:90]),
     lambda x: x.index_fill(0, _rows(90), 0.0), lambda x: x.index_select(0, _rows(90)), lambda x: x.take(_rows(90)),
     lambda x: x.scatter_reduce(0, _rows(90)[:, None].expand(90, 320), x[:90], "amax"),
     lambda x: x.scatter_add(0, _rows(90)[:, None].expand(90, 320), x[:90]),
     lambda x: x.gather(1, x.argmin(-1, keepdim=True)), lambda x: x.where(x > 0, 0.0), lambda x: x.half().float(),
-    lambda x: functional.embedding_bag(_rows(90)[None].expand(4, 90), x), lambda x: functional.embedding(_rows(6000), x),
-    lambda x: x.view(2, 350, 320).transpose(1, 2).softmax(-1), lambda x: x.masked_fill(x > 0, 0.0),
-    lambda x: x.bfloat16().sum(0), lambda x: x.bfloat16().mean(0), lambda x: x.expand(9, 700, 320).sum((0, 1)),
+    lambda x: functional.embedding_bag(_rows(90)[None].expand(4, 90), x),
+    lambda x: functional.embedding(_rows(6000), x), lambda x: x.view(2, 350, 320).transpose(1, 2).softmax(-1),
+    lambda x: x.masked_fill(x > 0, 0.0), lambda x: x.bfloat16().sum(0), lambda x: x.bfloat16().mean(0),
+    lambda x: x.expand(9, 700, 320).sum((0, 1)),
 )  # fmt: skip
 
 
@@ -202,15 +205,9 @@ def _masks() -> None:
     x.requires_grad_(True)
     x[mask].sum().backward()
     x.detach().masked_scatter_(mask, torch.zeros(5400, **_CARD))
-    for found in (
-        mask.cumsum(-1),
-        mask.flatten().cumsum(0),
-        mask.sum(-1),
-        mask.any(),
-        mask.all(-1),
-        mask.int().argmax(-1),
-    ):
-        found.float().unique
+    for function in (torch.cumsum, torch.sum, torch.all, torch.any):
+        function(mask, -1)
+    mask.flatten().cumsum(0), mask.any(), mask.int().argmax(-1)
     mask.logical_or(mask), mask.logical_xor(mask), mask.logical_and(mask), mask.logical_not()
     torch.isin(mask.long(), torch.tensor([1, 2], device="cuda"))
 

@@ -18,8 +18,8 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "allocator", "cub", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss", "patches",
-        "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
+        "allocator", "cub", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
+        "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
     ),
     ("depth.stack", "ranks", "rates.cards", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
