@@ -318,8 +318,8 @@ def _in_order(func: OpOverload, args: Sequence[object], out: object) -> object:
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """The matmul of experts; its fake accepts only bf16, while CUDA runs other types too (as a loop of matmuls).
 
-    The rows of CUDA's result are multiples of 16 bytes apart (create_grouped_gemm_output_tensor in GroupedMMUtils.h), of
-    a CPU build's fake they are not.
+    The rows of CUDA's result are multiples of 16 bytes apart (create_grouped_gemm_output_tensor in GroupedMMUtils.h),
+    those of a CPU build's fake are not.
     """
     a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
     if a.dtype is torch.bfloat16 or not isinstance(a, FakeTensor):
