@@ -270,7 +270,8 @@ def _reduction(partial_bytes: Callable[[torch.dtype], int], *, dim_at: int = 0, 
 
 def _summed(dtype: torch.dtype, wanted: object) -> torch.dtype:
     """The type that a sum reads, `make_reduction_from_out_ty` in ReduceOpsUtils.h: its result's, or half of float32."""
-    result = wanted if isinstance(wanted, torch.dtype) else dtype if dtype.is_floating_point else torch.int64
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    result = wanted if isinstance(wanted, torch.dtype) else torch.int64 if whole else dtype
     return dtype if result is torch.float32 and dtype in (torch.float16, torch.bfloat16) else result
 
 
@@ -419,7 +420,7 @@ def _topk(spec: GpuSpec, self: torch.Tensor, k: int, dim: int = -1, *_: object, 
 
 # should_use_multiblock: up to so many rows, from this length on.
 _SEARCHED_BY_BLOCKS = (
-    (20, 20000), (40, 10000), (79, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400),
+    (20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400),
 )  # fmt: skip
 
 
@@ -504,7 +505,13 @@ def _masked_scatter(spec: GpuSpec, self: torch.Tensor, mask: torch.Tensor, *_: o
 
 
 def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: object) -> Held:
-    """isin_default_kernel_gpu in TensorCompare.cpp: each element against each tested one, then any; few are tested."""
+    """isin_default_kernel_gpu in TensorCompare.cpp: each element against each of few tested ones, then any.
+
+    Against many, what is unique of both is sorted: an estimate.
+    """
+    if tested.numel() >= 10 * elements.numel() ** 0.145:
+        count = elements.numel() + tested.numel()
+        return *[8 * count] * 3, sort_pairs_bytes(count, key_bytes=elements.element_size())
     pairs = _View.new((*elements.shape, tested.numel()), torch.bool)
     return prod(pairs.shape), elements.numel(), *_split(spec, pairs, (-1,), 1)
 
