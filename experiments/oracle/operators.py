@@ -212,7 +212,7 @@ def rows_of_mask(call: Call) -> int:
     if mask is None or call["op"] not in BY_MASK:
         return -1
     sizes = call["args"][2] if call["op"] == "aten.masked_scatter_backward.default" else mask["shape"]
-    return min(prod(mask["shape"]), prod(sizes))
+    return min(int(prod(mask["shape"])), int(prod(sizes)))
 
 
 def _start_cublas() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-_BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
-_CARD = {"device": "cuda"}
+_BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+_CARD: dict[str, Any] = {"device": "cuda"}
 Program = Callable[[], Any]
 
 
@@ -214,8 +214,7 @@ def _masks() -> None:
 
 def _random_numbers() -> None:
     x = torch.zeros(900, 300, **_CARD)
-    for draw in (x.bernoulli_, x.exponential_, x.log_normal_, x.cauchy_, x.geometric_, x.random_):
-        draw(0.5) if draw in (x.bernoulli_, x.geometric_) else draw()
+    x.bernoulli_(0.5), x.geometric_(0.5), x.exponential_(), x.log_normal_(), x.cauchy_(), x.random_()
     torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 9), torch.bernoulli(x)
     torch.randn(900, 300, **_CARD), torch.rand(900, 300, **_CARD), torch.randint(9, (900, 300), **_CARD)
     torch.normal(x, 1.0)
