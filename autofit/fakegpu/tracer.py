@@ -172,7 +172,11 @@ class Tracer(TorchDispatchMode):
         if func is aten.index.Tensor:
             return self._masked_index(cast("torch.Tensor", args[0]), cast("list[torch.Tensor | None]", args[1]))
         if func is aten.masked_select.default:
-            source, mask = torch.broadcast_tensors(cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1]))
+            source, mask = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+            if self.memory.device_type != "cuda":
+                return source.new_empty((self.shadows.count_true(mask),))
+            if source.shape != mask.shape:
+                source, mask = torch.broadcast_tensors(source, mask)
             return self._masked_index(source, [mask])
         real = self.shadows.compute_known(func, args, kwargs)
         first = cast("torch.Tensor", args[0])

@@ -167,3 +167,20 @@ def test_a_formula_leaves_out_what_changes_in_leaps() -> None:
         halves(8192, 1483).sum(0)
         floats(8, 151936).topk(50)
     assert {a.op for a in gpu.memory.allocations if a.is_stepwise} == {"sum", "topk"}
+
+
+def test_what_a_known_mask_selects_is_counted_by_its_true_elements() -> None:
+    with fake_gpu("h100") as gpu, torch.no_grad():
+        chosen = torch.tensor([[True, False]] * 4096).cuda()
+        x = longs(4096, 2)
+        assert peak_and_kept(gpu, lambda: x.masked_select(chosen))[1] == 4096 * 8
+        assert x.masked_select(chosen[:, :1]).shape == (8192,)  # of each row, both: the worst case
+
+
+def test_a_loss_by_elements_is_one_tensor_however_it_is_asked_for() -> None:
+    with fake_gpu("h100") as gpu, torch.no_grad():
+        a, b = floats(512, 512), floats(512, 512)
+        mse = torch.ops.aten.mse_loss.default
+        assert peak_and_kept(gpu, lambda: mse(a, b, reduction=0)) == peak_and_kept(gpu, lambda: mse(a, b, 0)) == (
+            1 << 20, 1 << 20
+        )  # fmt: skip

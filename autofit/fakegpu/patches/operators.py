@@ -231,10 +231,11 @@ def in_larger_storage(tracer: Tracer) -> dict[OpOverload, Callable[..., object]]
 
 
 def _loss(
-    tracer: Tracer, func: OpOverload, reduction_at: int, input: torch.Tensor, target: torch.Tensor, *more: object
-) -> torch.Tensor:
+    tracer: Tracer, func: OpOverload, reduction_at: int, input: torch.Tensor, target: torch.Tensor, *more: object,
+    **named: object,
+) -> torch.Tensor:  # fmt: skip
     """A loss: of each element, or their mean or sum in what first held all of them (Loss.cu, BinaryOps.cpp)."""
-    reduction = more[reduction_at - 2] if len(more) > reduction_at - 2 else 1
+    reduction = more[reduction_at - 2] if len(more) > reduction_at - 2 else named.get("reduction", 1)
     whole = input.new_empty(torch.broadcast_shapes(input.shape, target.shape))
     tracer.clock.operation(func, (input, target), {}, whole)
     if not reduction:
