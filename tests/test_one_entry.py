@@ -25,6 +25,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import specs
 from autofit.fakegpu.kernels import KERNELS, Kernel
 from autofit.fakegpu.rates.cards import rates_name, stand_in
+from autofit.fakegpu.scratch import SCRATCH, Scratch
 from autofit.fakegpu.specs import _spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.faster import _others
@@ -302,8 +303,8 @@ def test_a_kernel_of_one_entry_has_its_scratch_and_its_seconds(monkeypatch: pyte
         return gpu.peak_allocated_bytes, gpu.elapsed_s
 
     before = cost()
-    entry = Kernel(scratch=lambda *_, **__: 2**24, on_cpu=True, reads=(50,))
-    monkeypatch.setitem(KERNELS, "aten::cummax", entry)
+    monkeypatch.setitem(KERNELS, "aten::cummax", Kernel(reads=(50,)))
+    monkeypatch.setitem(SCRATCH, "aten::cummax", Scratch(lambda *_, **__: (2**24,), on_cpu=True))
     after = cost()
     assert after[0] - before[0] >= 2**24 - 2**23
     assert after[1] > 2 * before[1]

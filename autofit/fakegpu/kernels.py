@@ -1,9 +1,8 @@
 """What is known of kernels beyond the tensors that they take and return: one entry of `KERNELS` for each operator.
 
-FLOPs that torch's counter does not know, scratch memory, passes over an argument, and the pattern of reads and writes.
-A kernel without an entry has the FLOPs of torch's counter, no scratch, reads each argument once and writes its output
-once. Operations that are several kernels on a card are not here: `Tracer.in_parts` runs their parts. Each rule names
-the function of torch's source that it follows.
+FLOPs that torch's counter does not know, passes over an argument, and the pattern of reads and writes. A kernel without
+an entry has the FLOPs of torch's counter, reads each argument once and writes its output once. Operations that are
+several kernels on a card are not here: `Tracer.in_parts` runs their parts.
 """
 
 from __future__ import annotations
@@ -20,24 +19,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.rates.kernels import Pattern, family, sizes
+from autofit.fakegpu.scratch import Rounded, is_dense
 
 aten = torch.ops.aten
 KIB = 1 << 10
 
 
-class Rounded(NamedTuple):
-    """A size in bytes: `scale` times the product of `dims`, each rounded up to a multiple of its own."""
-
-    scale: int
-    dims: tuple[int, ...]
-    multiples: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.scale * prod(map(_up, self.dims, self.multiples))
-
-
-Size = int | tuple[Rounded, ...]  # in bytes; the parts say how it follows from shapes
 Times = tuple[int, ...] | None  # reads or writes of each tensor; None is one of each
 
 
@@ -51,9 +38,6 @@ class Kernel(NamedTuple):
     pattern: Pattern | None = None  # None: by shapes and strides
     fills: bool = False  # what it writes in place is not read
     copies: bool = False  # element by element, as a pointwise operator
-    scratch: Callable[..., Size] | None = None  # what it allocates and frees, in addition to its outputs
-    overloads: tuple[str, ...] = ("default",)  # that have the scratch
-    on_cpu: bool = False  # the CPU's kernel has the scratch too
 
 
 # Operations that call cuBLAS, whose workspace comes from the allocator.
@@ -64,6 +48,11 @@ GEMMS = {
     aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out, aten.bmm.dtype, aten.bmm.dtype_out,
     aten.baddbmm.dtype, aten.baddbmm.dtype_out,
 }  # fmt: skip
+
+
+# Operations with outputs that only dropout has, and the number of those that they always have: attention.cu leaves the
+# random numbers' seed and offset undefined without.
+WITHOUT_DROPOUT = {aten._scaled_dot_product_efficient_attention.default: 2}
 
 
 # Operations that allocate their last output first: dropout_cuda in Dropout.cu makes the mask before the result.
@@ -90,121 +79,12 @@ def kernel_of(func: OpOverload) -> Kernel:
     return KERNELS.get(func._schema.name, _PLAIN)
 
 
-# ---------------------------------------------------------------------- scratch
-def scratch_size(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str) -> Size:
-    """What an operation allocates and frees internally, in addition to its outputs."""
-    kernel = kernel_of(func)
-    if kernel.scratch is None or func._overloadname not in kernel.overloads or not (kernel.on_cpu or device == "cuda"):
-        return 0
-    return kernel.scratch(*args, **kwargs)
-
-
 def rounded_outputs(func: OpOverload, args: Sequence[object]) -> dict[int, tuple[Rounded, ...]]:
     """The outputs of an operation that have a dimension rounded up, by number."""
     if func is not aten._scaled_dot_product_efficient_attention.default:
         return {}
     assert isinstance(args[0], torch.Tensor)
     return {1: (Rounded(4, tuple(args[0].shape[:3]), (1, 1, 32)),)}  # logsumexp, kAlignLSE in attention.cu
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> Size:
-    """mha_bwd in flash_api.cpp: fp32 dq accumulator and softmax sums, and full-head dk and dv under grouped queries."""
-    batch, heads, length, dim = q.shape
-    key_heads, key_length = k.shape[1], k.shape[2]
-    rounded = _up(dim, 32) if dim <= 192 else 256
-    sums = Rounded(4 * (rounded + 1), (batch, heads, length), (1, 1, 128))
-    if key_heads == heads:
-        return (sums,)
-    return sums, Rounded(2 * dim * k.element_size(), (batch, heads, key_length), (1, 1, 1))
-
-
-def _flash_backward_of_tokens(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sums: torch.Tensor,
-    starts_q: torch.Tensor | None = None, *_: object, **__: object,
-) -> Size:  # fmt: skip
-    """`_flash_backward` for heads inside of tokens; mha_varlen_bwd rounds its buffers up by 128 rows a sequence."""
-    if starts_q is None:
-        return _flash_backward(grad, q.transpose(1, 2), k.transpose(1, 2), v)
-    tokens, heads, dim = q.shape
-    rounded = _up(dim, 32) if dim <= 192 else 256
-    scale, sequences = 4 * (rounded + 1), starts_q.shape[0] - 1
-    buffers = Rounded(scale, (heads, tokens), (1, 1)), Rounded(128 * scale, (heads, sequences), (1, 1))
-    if k.shape[1] == heads:
-        return buffers
-    return *buffers, Rounded(2 * dim * k.element_size(), (heads, k.shape[0]), (1, 1))
-
-
-def _delta(grad: torch.Tensor, query: torch.Tensor, *_: object, **__: object) -> Size:
-    """One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py)."""
-    return (Rounded(4, tuple(query.shape[:3]), (1, 1, 1)),)
-
-
-def _efficient_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> Size:
-    """_efficient_attention_backward in attention_backward.cu: delta, and fp32 gradient accumulators."""
-    batch, heads, length, dim = q.shape
-    rows = (batch, heads, length)
-    return Rounded(4, (*rows, dim), (1, 1, 64, 32)), Rounded(4, rows, (1, 1, 1))
-
-
-def _cudnn_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> Size:
-    """run_cudnn_SDP_bprop in MHA.cpp asks cuDNN for its workspace: an fp32 dq accumulator and sums (an estimate)."""
-    batch, heads, length, dim = q.shape
-    rows = (batch, heads, length)
-    return Rounded(4 * dim, rows, (1, 1, 64)), Rounded(8, rows, (1, 1, 1))
-
-
-def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_: object, **__: object) -> int:
-    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu; no scratch up to 3072 indices.
-
-    Sorted and original indices, four index arrays, and fp32 partial sums for each segment of NROWS_PER_THREAD = 10.
-    """
-    count, dim = indices.numel(), grad.shape[-1]
-    if count <= 3072:
-        return 0
-    segments = min(count, num_weights)
-    partial_segments = count // 10 + segments
-    index_bytes = indices.element_size()
-    return 4 * partial_segments * _up(dim, 32) + index_bytes * (4 * count + 2 * segments + partial_segments)
-
-
-def _softmax(self: torch.Tensor, *_: object, **__: object) -> Size:
-    """host_softmax in SoftMax.cu and log_softmax_cpu_out in SoftMax.cpp: a view with gaps is first made contiguous."""
-    if self.is_contiguous():
-        return 0
-    return (Rounded(self.element_size(), tuple(self.shape), (1,) * self.dim()),)
-
-
-def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: object, **__: object) -> Size:
-    """softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own."""
-    size = torch.promote_types(grad.dtype, output.dtype).itemsize
-    return (Rounded(size, tuple(output.shape), (1,) * output.dim()),)
-
-
-def _multinomial(self: torch.Tensor, num_samples: int, replacement: bool = False, **_: object) -> Size:
-    """multinomial in Distributions.cpp: without replacement, or of one sample, exponential noise of the whole size."""
-    if replacement and num_samples > 1:
-        return 0
-    return (Rounded(self.element_size(), tuple(self.shape), (1,) * self.dim()),)
-
-
-def _pow_of_number(self: object, exponent: torch.Tensor, **_: object) -> int:
-    """pow_Scalar_out in Pow.cpp: the number becomes a tensor of one element."""
-    return torch.result_type(self, exponent).itemsize  # type: ignore[call-overload, no-any-return]
-
-
-def _sort_pairs(self: torch.Tensor, *_: object, **__: object) -> int:
-    """cub's double buffers for keys and values in a segmented sort: about one copy of each (an estimate)."""
-    return self.numel() * (self.element_size() + 8)
 
 
 # ---------------------------------------------------------------------- FLOPs
@@ -377,7 +257,9 @@ def _pattern(
         return "streaming"
     first = whole[0]
     laid_out = _layout(first)
-    if not _is_dense(first) or any(t.shape != first.shape or _layout(t) != laid_out for t in whole[1:]):
+    if not is_dense(first.shape, first.stride()) or any(
+        t.shape != first.shape or _layout(t) != laid_out for t in whole[1:]
+    ):
         return "strided"
     widened = all(tensor.element_size() < first.element_size() for tensor in whole[1:])
     return "cast" if widened and len(whole) > 1 else "streaming"
@@ -386,17 +268,6 @@ def _pattern(
 def _layout(tensor: torch.Tensor) -> list[int]:
     """The strides of the dimensions that have more than one element: no other stride is ever used."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements follow each other in memory, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 # ---------------------------------------------------------------------- the table
@@ -416,13 +287,11 @@ KERNELS: dict[str, Kernel] = {
     **_named("_to_copy clone", Kernel(copies=True)),
     "aten::copy_": Kernel(copies=True, fills=True),
     "aten::cat": Kernel(pattern="cat"),
-    "aten::embedding_dense_backward": Kernel(pattern="scatter", scratch=_embedding_backward),
+    "aten::embedding_dense_backward": Kernel(pattern="scatter"),
     # SoftMax.cu, PersistentSoftmax.cuh: the forward reads a row for its maximum, its sum and its result. The backward
     # reads the gradient, that of softmax also the output, for a sum first. Short rows are still in the cache.
-    **_named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True, scratch=_softmax, on_cpu=True)),
-    "aten::_softmax_backward_data": Kernel(
-        reads=(2, 2), by_rows=True, scratch=_softmax_backward, overloads=("default", "out")
-    ),
+    **_named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True)),
+    "aten::_softmax_backward_data": Kernel(reads=(2, 2), by_rows=True),
     "aten::_log_softmax_backward_data": Kernel(reads=(2, 1), by_rows=True),
     # layer_norm_kernel.cu: the forward reads its input for the statistics and for the result, the backward its input
     # and the gradient twice, and a third time for the gradients of weight and bias.
@@ -432,19 +301,13 @@ KERNELS: dict[str, Kernel] = {
     "aten::nll_loss_forward": Kernel(reads=(0, 1), pattern="one_block"),
     "aten::nll_loss_backward": Kernel(reads=(0, 0, 1)),
     **_named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
-    "aten::multinomial": Kernel(scratch=_multinomial),
-    "aten::pow": Kernel(scratch=_pow_of_number, overloads=("Scalar",)),
-    "aten::sort": Kernel(scratch=_sort_pairs, overloads=("default", "stable")),
     "aten::_grouped_mm": Kernel(flops=_grouped_mm),
     "transformers::grouped_mm_fallback": Kernel(flops=_grouped_mm),  # a loop of products on cards before Ampere
     "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
     "aten::_flash_attention_forward": Kernel(flops=_attention),
-    "aten::_flash_attention_backward": Kernel(flops=_attention_backward, scratch=_flash_backward_of_tokens),
+    "aten::_flash_attention_backward": Kernel(flops=_attention_backward),
     "flex::flex_attention": Kernel(flops=_flex),  # patches/flex.py
-    "flex::flex_attention_backward": Kernel(flops=_flex_backward, scratch=_delta),
-    "aten::_scaled_dot_product_flash_attention_backward": Kernel(scratch=_flash_backward),
-    "aten::_scaled_dot_product_efficient_attention_backward": Kernel(scratch=_efficient_backward),
-    "aten::_scaled_dot_product_cudnn_attention_backward": Kernel(scratch=_cudnn_backward),
+    "flex::flex_attention_backward": Kernel(flops=_flex_backward),
     "bitsandbytes::gemm_4bit": Kernel(flops=_gemm_4bit),  # the fused kernel, which reads the packed weight
     "bitsandbytes::gemv_4bit": Kernel(flops=_gemm_4bit),
     # Tensor cores multiply int8 at twice the rate of 16-bit floats on each card since Turing (NVIDIA's data sheets: T4

@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.allocator import Block, CachingAllocator, OutOfCapacityError
-from autofit.fakegpu.kernels import Rounded, Size
 from autofit.fakegpu.replay import EventLog
+from autofit.fakegpu.scratch import Held, Rounded, Stepwise
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec
 
 # The simulated card's memory: each storage of a fake tensor holds a block of the allocator during its lifetime.
@@ -44,6 +44,7 @@ class Allocation:
     died: int | None = None
     layer: int = 0  # tag of its layer, if layers are followed
     parts: tuple[Rounded, ...] = ()  # of its size, where dimensions are rounded up
+    is_stepwise: bool = False  # its size follows no formula of shapes
 
     @property
     def place(self) -> str:
@@ -191,14 +192,19 @@ class SimulatedMemory:
         self.allocator.empty_cache()
         self.log.emptied.append(len(self.log))
 
-    def scratch(self, size: Size, op: str) -> None:
-        """Allocate and immediately free a kernel's workspace."""
-        parts = () if isinstance(size, int) else size
-        nbytes = size if isinstance(size, int) else sum(part.nbytes for part in parts)
-        if nbytes > 0:
-            index = self.allocate(nbytes, "temporaries", op)
-            self.allocations[index].parts = parts
+    def scratch(self, held: Held, op: str) -> list[int]:
+        """Allocate the buffers that a kernel holds at the same time, and free them, the last first; their indices."""
+        indices: list[int] = []
+        for buffer in held:
+            parts = () if isinstance(buffer, int) else buffer
+            nbytes = buffer if isinstance(buffer, int) else sum(part.nbytes for part in parts)
+            if nbytes > 0:
+                indices.append(self.allocate(nbytes, "temporaries", op))
+                allocation = self.allocations[indices[-1]]
+                allocation.parts, allocation.is_stepwise = parts, isinstance(buffer, Stepwise)
+        for index in reversed(indices):
             self.release(index)
+        return indices
 
     def allocate_like(self, template: Allocation, nbytes: int, shape: tuple[int, ...]) -> int:
         """Allocate with the attributes of an earlier allocation (for an extrapolated decode step of a rollout)."""

@@ -139,6 +139,14 @@ class GpuSpec:
         return cls(**{**kept, "compute_capability": tuple(kept["compute_capability"])})
 
     @property
+    def threads_per_sm(self) -> int:
+        """Threads that fit on a multiprocessor (CUDA programming guide, "Technical Specifications")."""
+        major, minor = self.compute_capability
+        if (major, minor) == (7, 5):
+            return 1024
+        return 1536 if major == 12 or (major == 8 and minor > 0) else 2048
+
+    @property
     def allocatable_bytes(self) -> int:
         """Bytes available to torch's allocator on an otherwise idle card: capacity less the CUDA context."""
         return self.capacity_bytes - self.context_bytes

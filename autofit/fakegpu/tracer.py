@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import cast
 
 import torch
@@ -15,10 +17,11 @@ from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.communication import NAMESPACES, collective, moved_by
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
-from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, rounded_outputs, scratch_size
+from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, WITHOUT_DROPOUT, rounded_outputs
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
+from autofit.fakegpu.scratch import nonzero_before, nonzero_beside, scratch_of
 
 aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -52,6 +55,8 @@ class Tracer(TorchDispatchMode):
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
         self.handlers[torch.ops._c10d_functional.wait_tensor.default] = _waited
+        if memory.device_type == "cuda":
+            self.in_parts[aten.masked_scatter_backward.default] = self._masked_scatter_backward
         self.fusion: Fusion | None = None  # once a compiled function was called
         self._within_parts = False
         self.shortcut: Shortcut | None = None
@@ -99,7 +104,7 @@ class Tracer(TorchDispatchMode):
         name = func._schema.name[6:]
         if kwargs:
             pin(func, kwargs, out)
-        self._track(out[::-1] if func in MADE_LAST_FIRST and isinstance(out, tuple) else out, name)
+        self._track(_in_order(func, args, out), name)
         if self.host is not None:
             self.host.follow(out)
         if self.layers is not None and not self.layers.code():
@@ -163,33 +168,60 @@ class Tracer(TorchDispatchMode):
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Run an operation with a data-dependent output size: the true size for known inputs, else the largest."""
         if func is aten.nonzero.default:
-            mask = cast("torch.Tensor", args[0])
-            return torch.empty((self.shadows.count_true(mask), mask.dim()), dtype=torch.long, device=mask.device)
+            return self._rows(cast("torch.Tensor", args[0]))
         if func is aten.index.Tensor:
             return self._masked_index(cast("torch.Tensor", args[0]), cast("list[torch.Tensor | None]", args[1]))
         if func is aten.masked_select.default:
             source, mask = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
-            return source.new_empty((self.shadows.count_true(mask),))
+            if self.memory.device_type != "cuda":
+                return source.new_empty((self.shadows.count_true(mask),))
+            if source.shape != mask.shape:
+                source, mask = torch.broadcast_tensors(source, mask)
+            return self._masked_index(source, [mask])
         real = self.shadows.compute_known(func, args, kwargs)
         first = cast("torch.Tensor", args[0])
         if real is None:
             return self._largest(func, first, args, kwargs)
         return _like_real(real, first.device)
 
+    def _rows(self, mask: torch.Tensor, *, most: int | None = None) -> torch.Tensor:
+        """The places of the true elements: `nonzero`, of the number that is known, else of all, but of `most`."""
+        on_card = device_type(mask) == self.memory.device_type == "cuda"
+        if on_card:
+            self.memory.scratch(nonzero_before(self.memory.spec, mask.numel()), "nonzero")
+        count = self.shadows.count_true(mask)
+        count = count if most is None else min(count, most)
+        rows = torch.empty((mask.dim(), count), dtype=torch.long, device=mask.device)
+        self.memory.track(rows, "nonzero")
+        if on_card:
+            self.memory.scratch(nonzero_beside(mask.numel()), "nonzero")
+        return rows.t()
+
     def _masked_index(self, source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
         expanded: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                count = self.shadows.count_true(index)
-                for _ in range(index.dim()):
-                    rows = torch.empty(count, dtype=torch.long, device=index.device)
-                    self.memory.track(rows, "nonzero")
-                    expanded.append(rows)
+                expanded += self._rows(index).unbind(1)
             else:
                 expanded.append(index)
-        if self.shortcut is None:
-            return cast("torch.Tensor", aten.index.Tensor(source, expanded))
-        return cast("torch.Tensor", self.shortcut.run(aten.index.Tensor, (source, expanded), {}))
+        run = aten.index.Tensor if self.shortcut is None else partial(self._by_shortcut, aten.index.Tensor)
+        out = cast("torch.Tensor", run(source, expanded))
+        self.memory.track(out, "index")  # while the rows are there
+        return out
+
+    def _by_shortcut(self, func: OpOverload, *args: object) -> object:
+        assert self.shortcut is not None
+        return self.shortcut.run(func, args, {})
+
+    def _masked_scatter_backward(self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The gradient of what was scattered: the rows of the mask, as many as there were, and zeros for the rest."""
+        count = prod(sizes)
+        rows = self._rows(mask, most=count)
+        taken = grad.new_empty(rows.shape[0])
+        del rows
+        if taken.shape[0] < count:
+            taken = torch.cat([taken, taken.new_zeros(count - taken.shape[0])])
+        return taken.view(tuple(sizes))
 
     def _largest(
         self, func: OpOverload, first: torch.Tensor, args: Sequence[object], kwargs: Mapping[str, object]
@@ -231,7 +263,10 @@ class Tracer(TorchDispatchMode):
                 self._ensure_workspace()
             for number, parts in rounded_outputs(func, args).items():
                 self.memory.note_parts(cast("Sequence[torch.Tensor]", out)[number], parts)
-        self.memory.scratch(scratch_size(func, args, kwargs, device=device), name)
+        taken = self.memory.scratch(scratch_of(func, args, kwargs, device=device, spec=self.memory.spec), name)
+        if self.layers is not None and args and isinstance(args[0], (list, tuple)):
+            for index in taken:
+                self.layers.share_evenly(index, args[0])
         if (
             device == "cuda"
             and func is aten._to_copy.default
@@ -275,17 +310,41 @@ class Tracer(TorchDispatchMode):
         self._workspaces.clear()
 
 
+def _in_order(func: OpOverload, args: Sequence[object], out: object) -> object:
+    """The outputs of an operation that a card allocates, the first one first."""
+    if not isinstance(out, tuple):
+        return out
+    if func in WITHOUT_DROPOUT and (len(args) < 6 or not args[5]):
+        return out[: WITHOUT_DROPOUT[func]]
+    return out[::-1] if func in MADE_LAST_FIRST else out
+
+
 def _grouped_mm(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """The matmul of experts; its fake accepts only bf16, while CUDA runs other types too (as a loop of matmuls)."""
+    """The matmul of experts; its fake accepts only bf16, while CUDA runs other types too (as a loop of matmuls).
+
+    The rows of CUDA's result are multiples of 16 bytes apart (create_grouped_gemm_output_tensor in GroupedMMUtils.h),
+    those of a CPU build's fake are not.
+    """
     a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
     if a.dtype is torch.bfloat16 or not isinstance(a, FakeTensor):
-        return aten._grouped_mm.default(*args, **kwargs)
+        out = aten._grouped_mm.default(*args, **kwargs)
+        return _rows_apart(out) if isinstance(out, FakeTensor) and out.fake_device.type == "cuda" else out
     groups: tuple[int, ...] = (a.shape[0],) if a.dim() == b.dim() == 3 else ()
     if a.dim() == b.dim() == 2:
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         groups = (offsets.shape[0],) if isinstance(offsets, torch.Tensor) else ()
     dtype = kwargs.get("out_dtype") or a.dtype
-    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=cast("torch.dtype", dtype))
+    out = a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=cast("torch.dtype", dtype))
+    return _rows_apart(out) if a.fake_device.type == "cuda" else out
+
+
+def _rows_apart(out: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape with rows of multiples of 16 bytes; the same one if its are."""
+    multiple = 16 // out.element_size()
+    if out.stride(-2) % multiple == 0:
+        return out
+    width = -(-out.shape[-1] // multiple) * multiple
+    return out.new_empty_strided(out.shape, (out.shape[-2] * width, width, 1)[-out.dim() :])
 
 
 def _waited(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

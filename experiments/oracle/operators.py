@@ -1,10 +1,12 @@
 """Operators one by one: the bytes of each, simulated and by torch's own dispatch and allocator, at random shapes.
 
-cd experiments; python -m oracle.operators collect FOLDER      # the operators of traced steps -> operators.jsonl
-python -m oracle.operators compare                             # in `nox -s cuda`'s environment -> operators.md
+cd experiments; python -m oracle.operators collect FOLDER      # of traced steps and of programs -> operators.jsonl
+python -m oracle.operators programs            # those of programs are added
+python -m oracle.operators compare             # in `nox -s cuda`'s environment -> operators.md
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -15,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +34,36 @@ from gpu.folder import Folder, Row  # noqa: E402
 from oracle.calls import Call, Calls, has_sizes, made, operator, resized, tensors  # noqa: E402
 
 SEEN, TABLE = HERE / "operators.jsonl", HERE / "operators.md"
-SHAPES, _TRIES = 10, 40
+SHAPES, _TRIES = 10, 400
+_ENDED = "the process ended with "  # it could not be run without a card
 _ROLLING = ("llama", "deepseek_v2", "gemma2", "llama4_text")  # each with a cache of another kind
-# Why an operator may differ, as torch's source has it; only the sums' and the noise's sizes were computed again.
-CAUSES = {
-    "aten.sum.dim_IntList": "a sum over many rows is split between blocks (setReduceConfig in Reduce.cuh)",
-    "aten.sum.default": "as sum.dim_IntList",
-    "aten.multinomial.default": "the noise is counted; its argmax is split between blocks as a sum is",
-    "aten._foreach_norm.Scalar": "a number for each 65536 elements of each tensor (ForeachReduceOp.cu)",
-    "aten._scaled_dot_product_flash_attention.default": "few queries: keys are split between blocks (flash_api.cpp)",
-    "aten.embedding_dense_backward.default": "the number of segments depends on values; all are the same token here",
-    "aten.index.Tensor": "the number of rows depends on values",
-    "aten.index_put_.default": "the number of rows depends on values",
-    "aten.isin.Tensor_Tensor": "masks of each element (isin_default_kernel_gpu)",
-    "aten.masked_scatter.default": "the mask's prefix sum",
-    "aten.masked_scatter_backward.default": "the mask's prefix sum",
-    "aten.cumsum.default": "a scan of one row takes partial sums (cub)",
-    "aten.sort.default": "cub's buffers are estimated",
-    "aten.index_put.default": "accumulation sorts the indices (Indexing.cu)",
-    "aten._grouped_mm.default": "a workspace for the groups (GroupMM.cu)",
-    "bitsandbytes.int8_mixed_scaled_mm.default": "in float32 where the inner size is no multiple of 4",
-    "aten.convolution.default": "fake tensors of the CUDA build ask a driver for it; the CPU build simulates it",
-    "aten.convolution_backward.default": "as convolution",
+# Why CUDA's dispatch cannot run an operator without a card.
+NOT_RUN = {
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN does not start",
+    "aten._scaled_dot_product_cudnn_attention_backward.default": "cuDNN does not start",
+    "aten.linalg_solve_triangular.default": "cuSOLVER does not load",
+    "aten._fft_r2c.default": "cuFFT does not start",
+    "aten.exp2.default": "its kernel is compiled when it is called (NVRTC)",
+    "aten.prod.dim_int": "its kernel is compiled when it is called (NVRTC)",
 }
+# Operators whose result has as many rows as a mask has true elements. All of them are here: the simulated card's worst
+# case, and what the null GPU tells of them.
+BY_MASK = {
+    "aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default",
+    "aten.masked_scatter_backward.default", "aten.masked_select.default", "aten.nonzero.default",
+}  # fmt: skip
 Bytes = tuple[int, int] | str  # peak and kept beside the arguments; or the error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m oracle.operators", description=__doc__)
-    parser.add_argument("what", choices=("collect", "compare", "simulate", "dispatch"))
+    parser.add_argument("what", choices=("collect", "programs", "compare", "simulate", "dispatch"))
     parser.add_argument("folder", type=Path, nargs="?")
     given = parser.parse_args()
     if given.what == "collect":
         collect(Folder(home=given.folder))
+    elif given.what == "programs":
+        of_programs()
     elif given.what == "compare":
         compare()
     else:
@@ -95,6 +95,28 @@ def collect(folder: Folder) -> None:
     for name in ARCHITECTURES:
         keep(of_architecture(name), found)
         print(name, len(found), flush=True)
+    write(found)
+    of_programs()
+
+
+def of_programs() -> None:
+    """Add the operators of small programs to those that were found."""
+    from autofit.fakegpu import fake_gpu
+    from oracle.programs import programs
+
+    found: dict[str, list[Call]] = {}
+    for line in SEEN.read_text().splitlines():
+        call = json.loads(line)
+        found.setdefault(call["op"], []).append(call)
+    for number, program in enumerate(programs()):
+        with fake_gpu("h100", enforce_capacity=False, record_places=False), Calls() as seen:
+            program()
+        keep(seen.found, found)
+        print(number, len(found), flush=True)
+    write(found)
+
+
+def write(found: dict[str, list[Call]]) -> None:
     lines = [json.dumps(call) for op in sorted(found) for call in found[op]]
     SEEN.write_text("\n".join(lines) + "\n")
 
@@ -156,8 +178,12 @@ def simulated() -> Iterator[Callable[[Call], Bytes]]:
             allocator.reset_peaks()
             return allocator.allocated_bytes
 
+        def taken(call: Call) -> Bytes:
+            gpu.memory.empty_cache()
+            return _taken(call, reset, lambda: (allocator.peak_allocated_bytes, allocator.allocated_bytes))
+
         _start_cublas()
-        yield lambda call: _taken(call, reset, lambda: (allocator.peak_allocated_bytes, allocator.allocated_bytes))
+        yield taken
 
 
 @contextmanager
@@ -166,8 +192,27 @@ def dispatched() -> Iterator[Callable[[Call], Bytes]]:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
 
+    counts = ctypes.CDLL("libcudart.so.13").null_gpu_counts
+
+    def taken(call: Call) -> Bytes:
+        torch.cuda.empty_cache()  # a call takes what it finds: a block of up to 1 MiB more is not split
+        counts(rows_of_mask(call))
+        try:
+            return _taken(call, reset, lambda: (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+        finally:
+            counts(-1)
+
     _start_cublas()
-    yield lambda call: _taken(call, reset, lambda: (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+    yield taken
+
+
+def rows_of_mask(call: Call) -> int:
+    """The rows of a call's mask where they decide about its memory, the most that there may be; -1 elsewhere."""
+    mask = next((part for part in tensors(call["args"]) if part["dtype"] == "bool"), None)
+    if mask is None or call["op"] not in BY_MASK:
+        return -1
+    sizes = call["args"][2] if call["op"] == "aten.masked_scatter_backward.default" else mask["shape"]
+    return min(int(prod(mask["shape"])), int(prod(sizes)))
 
 
 def _start_cublas() -> None:
@@ -212,7 +257,7 @@ def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES
     for call in calls:
         by_op.setdefault(call["op"], []).append(call)
     rows: dict[str, list[Row]] = {}
-    with _child("simulate", {}) as simulate, _child("dispatch", env) as dispatch:
+    with _Child("simulate", {}) as simulate, _Child("dispatch", env) as dispatch:
         for op, seen in by_op.items():
             chance, rows[op] = random.Random(op), []
             for attempt in range(_TRIES):
@@ -221,6 +266,9 @@ def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES
                 base = seen[attempt % len(seen)]
                 call = resized(base, chance) if has_sizes(base) else base
                 real = dispatch(call)
+                if str(real).startswith(_ENDED):
+                    rows[op] = [{"call": call, "real": real, "simulated": ""}]
+                    break
                 if not isinstance(real, str):
                     rows[op].append({"call": call, "real": real, "simulated": simulate(call)})
             for call in seen if not rows[op] else ():
@@ -228,25 +276,36 @@ def compared(calls: Sequence[Call], env: dict[str, str], *, shapes: int = SHAPES
     return rows
 
 
-@contextmanager
-def _child(what: str, env: dict[str, str]) -> Iterator[Callable[[Call], Bytes]]:
-    """A process that answers calls, one line each."""
-    command = [sys.executable, "-m", "oracle.operators", what]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env={**os.environ, **env}
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        into, out = child.stdin, child.stdout
+class _Child:
+    """A process that answers calls, one line each; another one after a call that ended it."""
 
-        def answer(call: Call) -> Bytes:
-            into.write(json.dumps(call) + "\n")
-            into.flush()
-            found = json.loads(out.readline())
-            return found if isinstance(found, str) else (found[0], found[1])
+    def __init__(self, what: str, env: dict[str, str]) -> None:
+        self._command = [sys.executable, "-m", "oracle.operators", what]
+        self._env = {**os.environ, **env}
+        self._process: subprocess.Popen[str] | None = None
 
-        yield answer
-        into.close()
+    def __enter__(self) -> Callable[[Call], Bytes]:
+        return self._answer
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.communicate()
+
+    def _answer(self, call: Call) -> Bytes:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env=self._env
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(call) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            code, self._process = self._process.wait(), None
+            return f"{_ENDED}{code}"
+        found = json.loads(line)
+        return found if isinstance(found, str) else (found[0], found[1])
 
 
 def is_exact(row: Row) -> bool:
@@ -254,22 +313,29 @@ def is_exact(row: Row) -> bool:
 
 
 def table(rows: dict[str, list[Row]]) -> str:
-    """Markdown: how many operators are exact to the byte, and each that is not with its first difference."""
+    """Markdown: how many operators are exact to the byte, each that is not, and what did not run."""
     ran = {op: found for op, found in rows.items() if not isinstance(found[0]["real"], str)}
     exact = [op for op, found in ran.items() if all(map(is_exact, found))]
     lines = [
         "Peak and kept bytes of each operator, simulated and by the real CUDA build of torch without a card.", "",
-        f"- {len(ran)} operators of traced steps, {sum(map(len, ran.values()))} calls at random shapes",
-        f"- {len(exact)} operators ({len(exact) / len(ran):.1%}) are exact to the byte at every shape", "",
-        "| not exact | calls | at | peak, kept | simulated | likely cause |", "|---|---|---|---|---|---|",
+        f"- {len(ran)} operators of traced steps and of small programs (`programs.py`), "
+        f"{sum(map(len, ran.values()))} calls at random shapes",
+        f"- {len(exact)} operators ({len(exact) / len(ran):.1%}) are exact to the byte at every shape",
+        f"- {sum(op in BY_MASK for op in ran)} of them have as many rows as a mask has true elements: here all, the "
+        "simulated card's worst case, as the null GPU is told to count them", "",
     ]  # fmt: skip
+    if len(exact) < len(ran):
+        lines += ["| not exact | calls | at | peak, kept | simulated |", "|---|---|---|---|---|"]
     for op, found in ran.items():
         wrong = [row for row in found if not is_exact(row)]
         if wrong:
             lines.append(f"| {op} | {len(wrong)} of {len(found)} | {_shapes(wrong[0]['call'])} | {wrong[0]['real']} | "
-                         f"{wrong[0]['simulated']} | {CAUSES.get(op, 'not known')} |")  # fmt: skip
-    lines += ["", "Not run by CUDA's dispatch with these arguments:", ""]
-    lines += [f"- {op}: {found[0]['real']}" for op, found in rows.items() if op not in ran]
+                         f"{wrong[0]['simulated']} |")  # fmt: skip
+    few = [f"{op} ({len(found)})" for op, found in ran.items() if len(found) < SHAPES]
+    if few:
+        lines += ["", f"At fewer shapes, as random ones are refused: {', '.join(few)}."]
+    lines += ["", "Not run by CUDA's dispatch without a card:", ""]
+    lines += [f"- {op}: {NOT_RUN.get(op, found[0]['real'])}" for op, found in rows.items() if op not in ran]
     return "\n".join(lines) + "\n"
 
 

@@ -18,10 +18,10 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss", "patches",
-        "patches.guard", "patches.redirect", "rates", "rates.products", "specs",
+        "allocator", "cub", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
+        "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
     ),
-    ("depth.stack", "ranks", "rates.cards", "replay"),
+    ("depth.stack", "ranks", "rates.cards", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
     ("engines.forward", "kernels", "rates.error"),
     ("communication", "engines.continuous", "engines.schedule", "memory", "op_cache"),

@@ -37,6 +37,7 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *found, int device) 
     found->multiProcessorCount = 132;
     found->warpSize = 32;
     found->maxThreadsPerMultiProcessor = 2048;
+    found->maxBlocksPerMultiProcessor = 32;
     found->maxThreadsPerBlock = 1024;
     found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
     found->maxThreadsDim[2] = 64;

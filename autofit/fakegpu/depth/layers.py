@@ -217,6 +217,12 @@ class LayerRecorder:
         elif shares := self._of_middle_layers(found):
             self.shares[index] = shares
 
+    def share_evenly(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Note that an allocation has the same number of bytes for each of the tensors."""
+        each = self.memory.allocations[index].nbytes // len(tensors)
+        if shares := self._of_middle_layers([(self.of(tensor), each) for tensor in tensors]):
+            self.shares[index] = shares
+
     # ------------------------------------------------------------------ several layers in one tensor
     def several(self, weights: Iterable[torch.Tensor]) -> list[int]:
         """The code of each of the `weights`, 0 outside the layers; [] if they are of one layer or of no middle one."""

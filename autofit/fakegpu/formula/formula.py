@@ -54,7 +54,10 @@ class TracedCard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One short simulated training, reduced to the input of `MassModel.fit`. The recorder chooses the phase names."""
+    """One short simulated training, reduced to the input of `MassModel.fit`. The recorder chooses the phase names.
+
+    Stepwise scratch is left out: a formula would carry its leaps on from the small sizes of the traces.
+    """
 
     layers: int
     kinds: tuple[Kind, ...]  # kind of each allocation
@@ -68,7 +71,9 @@ class Trace:
     @classmethod
     def of(cls, gpu: TracedCard, layers: int, kernels: KernelKinds) -> Trace:
         kinds, units, phases = [], [], []
-        for a in gpu.memory.allocations:
+        foreseen = np.asarray([not a.is_stepwise for a in gpu.memory.allocations], bool)
+        allocations = [a for a in gpu.memory.allocations if not a.is_stepwise]
+        for a in allocations:
             unit = _itemsize(a.dtype)
             shape = a.shape if prod(a.shape) * unit == a.nbytes else (a.nbytes,)
             phase = a.phase.rstrip("+")
@@ -79,10 +84,11 @@ class Trace:
             units.append(unit if shape is a.shape and not parts else 1)
             phases.append(a.phase)
         log = gpu.memory.log
+        ids, nbytes = np.asarray(log.ids, np.int64), np.asarray(log.nbytes, np.int64)
+        kept, numbers = foreseen[ids], np.cumsum(foreseen) - 1
         return cls(
-            layers=layers, kinds=tuple(kinds), sizes=tuple(a.nbytes for a in gpu.memory.allocations),
-            unit_bytes=tuple(units), phases=tuple(phases),
-            ids=np.asarray(log.ids, np.int64), signs=np.sign(np.asarray(log.nbytes, np.int64)), kernels=kernels,
+            layers=layers, kinds=tuple(kinds), sizes=tuple(a.nbytes for a in allocations), unit_bytes=tuple(units),
+            phases=tuple(phases), ids=numbers[ids[kept]], signs=np.sign(nbytes[kept]), kernels=kernels,
         )  # fmt: skip
 
     @property

@@ -50,6 +50,7 @@ def kernels_in_parts(gpu: FakeGpu) -> dict[OpOverload, Callable[..., object]]:
     found: dict[OpOverload, Callable[..., object]] = {
         ops.int8_vectorwise_quant.default: functools.partial(_int8_quant, gpu),
         ops.int8_mm_dequant.default: functools.partial(_int8_dequant, gpu),
+        ops.int8_linear_matmul.default: functools.partial(_int8_product, gpu),
     }
     for packet in (ops.int8_mixed_scaled_mm, ops.int8_scaled_mm, ops.int8_vectorwise_dequant):
         found[packet.default] = functools.partial(packet.default._op_dk, DispatchKey.CompositeExplicitAutograd)
@@ -139,6 +140,15 @@ def _int8_quant(gpu: FakeGpu, a: torch.Tensor, threshold: float = 0.0) -> object
     if rows > 1 and columns is not None:
         quantised[:, columns] = 0
     return quantised, scales, columns
+
+
+def _int8_product(gpu: FakeGpu, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """int8_linear_matmul: cuBLASLt's product of int8, in float32 where the inner size is no multiple of 4."""
+    out = torch.empty((*a.shape[:-1], b.shape[0]), dtype=torch.int32, device=a.device)
+    if a.shape[-1] % 4:
+        return out.copy_(torch.matmul(a.float(), b.float().t()).to(torch.int32))
+    gpu.tracer.clock.operation(torch.ops.bitsandbytes.int8_linear_matmul.default, (a, b), {}, out)
+    return out
 
 
 def _int8_dequant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import cast
 
 import torch
@@ -30,7 +31,7 @@ _CONVOLUTION_NOTE = (
 
 
 def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """Register handlers for operations that fakes cannot run or that need a note; yields no patches."""
+    """Register handlers for operations that fakes cannot run or that need a note."""
     handlers = gpu.tracer.handlers
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         packet = getattr(aten, name, None)
@@ -41,7 +42,18 @@ def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
     if gpu.mode == "cuda":
         for function in (aten.convolution.default, aten.convolution_backward.default):
             handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
-    return ()
+        yield torch._C, "_select_conv_backend", _convolution_backend, "the CUDA build asks a driver that may be missing"
+
+
+def _convolution_backend(
+    input: torch.Tensor, weight: torch.Tensor, *_: object, transposed: bool = False, groups: int = 1, **__: object
+) -> object:
+    """The backend of a convolution on a card: torch's own kernel for one filter a channel, else cuDNN."""
+    backend = torch._C._ConvBackend  # type: ignore[attr-defined]
+    if transposed:
+        return backend.CudnnTranspose
+    depthwise = input.dim() in (3, 4) and groups == input.shape[1] > 1 and weight.shape[0] % input.shape[1] == 0
+    return backend.CudaDepthwise2d if depthwise else backend.Cudnn
 
 
 def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[object], Mapping[str, object]], object]:
@@ -204,6 +216,46 @@ def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> to
     added = largest if keepdim else torch.squeeze(largest, tuple(dim) or tuple(range(x.dim())))
     added.masked_fill_(added.abs() == float("inf"), 0)
     return torch.sum((x - largest).exp_(), tuple(dim), keepdim=keepdim).log_().add_(added)
+
+
+# Losses and patches of images keep a tensor of another size than they return: the elements' losses before their mean,
+# or the image (`resize_` gives nothing back).
+
+
+def in_larger_storage(tracer: Tracer) -> dict[OpOverload, Callable[..., object]]:
+    """{operator: the function that stands for it}."""
+    losses = {aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2,
+              aten.binary_cross_entropy.default: 3}  # fmt: skip
+    found = {func: partial(_loss, tracer, func, at) for func, at in losses.items()}
+    return {**found, aten.im2col.default: _patches}
+
+
+def _loss(
+    tracer: Tracer, func: OpOverload, reduction_at: int, input: torch.Tensor, target: torch.Tensor, *more: object,
+    **named: object,
+) -> torch.Tensor:  # fmt: skip
+    """A loss: of each element, or their mean or sum in what first held all of them (Loss.cu, BinaryOps.cpp)."""
+    reduction = more[reduction_at - 2] if len(more) > reduction_at - 2 else named.get("reduction", 1)
+    whole = input.new_empty(torch.broadcast_shapes(input.shape, target.shape))
+    tracer.clock.operation(func, (input, target), {}, whole)
+    if not reduction:
+        return whole
+    if func is aten.huber_loss.default:
+        return whole.mean()
+    answer = whole.flatten()[:1].view(())
+    if func is aten.binary_cross_entropy.default:
+        return answer.copy_(whole.mean())
+    return torch.mean(torch.empty_like(whole), dim=(), out=answer)
+
+
+def _patches(input: torch.Tensor, *how: Sequence[int]) -> torch.Tensor:
+    """im2col_out_cuda_template in Im2Col.cu: the result begins as a tensor of the input's size."""
+    sizes = [
+        (length + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+        for length, kernel, dilation, pad, stride in zip(input.shape[-2:], *how, strict=True)
+    ]
+    shape = (*input.shape[:-3], input.shape[-3] * prod(how[0]), prod(sizes))
+    return input.new_empty(max(input.numel(), prod(shape)))[: prod(shape)].view(shape)
 
 
 def _never_runs(*args: object, **kwargs: object) -> object:

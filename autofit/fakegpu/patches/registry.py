@@ -38,7 +38,7 @@ from autofit.fakegpu.patches import (
     vllm,
 )
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
-from autofit.fakegpu.patches.operators import in_parts, kernels_of_cuda, own_kernels
+from autofit.fakegpu.patches.operators import in_larger_storage, in_parts, kernels_of_cuda, own_kernels
 from autofit.fakegpu.patches.redirect import Undo, redirect, replace, untouched
 
 Target = tuple[object, str, object, str]
@@ -70,7 +70,9 @@ class Registry:
             attention.attention_of_a_card(self.gpu, self.undo)
             kernels_of_cuda(self.undo)
             self.gpu.tracer.whole = own_kernels()
-        self.gpu.tracer.in_parts = in_parts()
+        self.gpu.tracer.in_parts.update(in_parts())
+        if self.gpu.mode == "cuda":
+            self.gpu.tracer.in_parts.update(in_larger_storage(self.gpu.tracer))
         self._allow_foreach()
         self.undo.add(self.note_renamed_modules)
         for name in _LIBRARIES:

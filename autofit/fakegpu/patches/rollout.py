@@ -118,13 +118,16 @@ class RolloutSynthesis:
 
     def _play(self, before: _Step, last: _Step, done: int) -> None:
         memory = self.gpu.memory
-        growth = [b - a for a, b in zip(before.sizes, last.sizes, strict=True)]
+        templates = [memory.allocations[index] for index in last.ids]
+        growth = [
+            0 if template.is_stepwise else after - size
+            for size, after, template in zip(before.sizes, last.sizes, templates, strict=True)
+        ]
         own = {e.position for e in last.events if not e.is_allocation and e.steps_ago == 0}
         local = {position for position in own if growth[position] == 0}
         short = [e for e in last.events if not (e.position in local and e.steps_ago == 0)]
         small = {position for position in local if last.sizes[position] <= SMALL_BYTES}
         large = [e for e in last.events if not (e.position in small and e.steps_ago == 0)]
-        templates = [memory.allocations[index] for index in last.ids]
         steps_of = [_step_of(memory.allocations[a].shape, t.shape) for a, t in zip(before.ids, templates, strict=True)]
         slope = last.seconds - before.seconds
         layers, clock = self.gpu.layers, self.gpu.clock

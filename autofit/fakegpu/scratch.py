@@ -1,0 +1,643 @@
+"""Scratch memory of kernels: buffers that an operation takes and gives back, in addition to its outputs.
+
+One entry of `SCRATCH` for each operator that has some; each rule names the function of torch's source that it follows,
+and says what is held at the moment at which most is. `experiments/oracle/operators.md` compares them with torch's own
+dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, prod
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from autofit.fakegpu.cub import (
+    reduce_bytes,
+    scan_bytes,
+    select_bytes,
+    sort_pairs_bytes,
+    sort_segments_bytes,
+)
+from autofit.fakegpu.reductions import split_buffers
+from autofit.fakegpu.specs import GpuSpec
+
+
+class Rounded(NamedTuple):
+    """A size in bytes: `scale` times the product of `dims`, each rounded up to a multiple of its own."""
+
+    scale: float
+    dims: tuple[int, ...]
+    multiples: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return round(self.scale * prod(map(_up, self.dims, self.multiples)))
+
+
+class Stepwise(int):
+    """Bytes that change with shapes in leaps, as a number of blocks does: no formula of the shapes has them."""
+
+
+Buffer = int | tuple[Rounded, ...]  # its bytes; the parts say how they follow from shapes
+Held = tuple[Buffer, ...]  # at the same time
+Rule = Callable[..., Held]  # of the card and the operator's arguments
+
+
+class Scratch(NamedTuple):
+    """The scratch of one operator."""
+
+    rule: Rule
+    overloads: tuple[str, ...] = ("default",)  # that have it
+    on_cpu: bool = False  # the CPU's kernel has it too
+
+
+def scratch_of(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
+) -> Held:
+    """What an operation allocates and frees internally, in addition to its outputs."""
+    scratch = SCRATCH.get(func._schema.name)
+    if scratch is None or func._overloadname not in scratch.overloads or not (scratch.on_cpu or device == "cuda"):
+        return ()
+    return scratch.rule(spec, *args, **kwargs)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _whole(shape: Sequence[int], itemsize: int) -> Buffer:
+    """A tensor of a shape."""
+    return (Rounded(itemsize, tuple(shape), (1,) * len(shape)),)
+
+
+def _copy_with_gaps(tensor: torch.Tensor) -> Held:
+    """The copy of a tensor that has to be contiguous; none of one that is."""
+    return () if tensor.is_contiguous() else (_whole(tensor.shape, tensor.element_size()),)
+
+
+class _View(NamedTuple):
+    """What a tensor is, without a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _View:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, int(tensor.storage_offset()))
+
+    @classmethod
+    def new(cls, shape: Sequence[int], dtype: torch.dtype) -> _View:
+        """A new tensor, contiguous."""
+        strides = [1] * len(shape)
+        for i in range(len(shape) - 2, -1, -1):
+            strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+        return cls(tuple(shape), tuple(strides), dtype, 0)
+
+    def cast(self, dtype: torch.dtype) -> _View:
+        """A copy in another type, with the same strides if they leave no gaps."""
+        if is_dense(self.shape, self.strides):
+            return self._replace(dtype=dtype, offset=0)
+        return _View.new(self.shape, dtype)
+
+    @property
+    def whole(self) -> Buffer:
+        return _whole(self.shape, self.dtype.itemsize)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements follow each other in memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+# ---------------------------------------------------------------------- attention
+def _flash(
+    spec: GpuSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, *_: object, **__: object
+) -> Held:
+    """set_params_splitkv in flash_api.cpp: partial results of keys that are split between blocks, of few queries."""
+    batch, heads, length, dim = q.shape
+    key_heads, key_length = k.shape[1], k.shape[2]
+    if dropout:
+        return ()
+    if length == 1 and heads > key_heads and dim % 8 == 0:  # the queries of a group are one sequence
+        heads, length = key_heads, heads // key_heads
+    block = 256 if dim <= 64 else 128 if dim <= 128 else 64
+    splits = _splits(batch * heads * -(-length // 64), 2 * spec.sm_count, -(-key_length // block))
+    if splits == 1:
+        return ()
+    numbers = splits * batch * heads * length
+    return Stepwise(4 * numbers), Stepwise(4 * _head_dim(dim) * numbers)
+
+
+def _splits(blocks: int, processors: int, key_blocks: int) -> int:
+    """num_splits_heuristic: the fewest parts that keep the processors at 85 % of what the best number does."""
+    if blocks >= 0.8 * processors:
+        return 1
+    most = min(128, processors, key_blocks)
+    whole = {n: -(-key_blocks // n) for n in range(1, most + 1)}
+    waves = {n: blocks * n / processors for n in whole if n == 1 or whole[n] != whole[n - 1]}
+    used = {n: wave / ceil(wave) for n, wave in waves.items()}
+    return min(n for n, share in used.items() if share >= 0.85 * max(used.values()))
+
+
+def _head_dim(dim: int) -> int:
+    return _up(dim, 32) if dim <= 192 else 256
+
+
+def _flash_backward(
+    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> Held:
+    """mha_bwd in flash_api.cpp: softmax sums, fp32 dq accumulator, and full-head dk and dv under grouped queries."""
+    batch, heads, length, dim = q.shape
+    key_heads, key_length = k.shape[1], k.shape[2]
+    rows = (batch, heads, length)
+    sums = (Rounded(4, rows, (1, 1, 128)),), (Rounded(4 * _head_dim(dim), rows, (1, 1, 128)),)
+    held = *_copy_of_heads(grad), *sums
+    if key_heads == heads:
+        return held
+    expanded = _whole((batch, heads, key_length), dim * k.element_size())
+    return *held, expanded, expanded
+
+
+def _copy_of_heads(grad: torch.Tensor) -> Held:
+    """A gradient (batch, heads, length, dim) is made contiguous as (batch, length, heads, dim)."""
+    view = _View.of(grad)
+    batch, heads, length, dim = view.shape
+    wanted = _View.new((batch, length, heads, dim), grad.dtype).strides
+    have = tuple(view.strides[i] for i in (0, 2, 1, 3))
+    same = all(size == 1 or a == b for size, a, b in zip((batch, length, heads, dim), have, wanted, strict=True))
+    return () if same else (view.whole,)
+
+
+def _flash_backward_of_tokens(
+    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    sums: torch.Tensor, starts_q: torch.Tensor | None = None, *_: object, **__: object,
+) -> Held:  # fmt: skip
+    """`_flash_backward` for heads inside of tokens; mha_varlen_bwd rounds its buffers up by 128 rows a sequence."""
+    if starts_q is None:
+        return _flash_backward(spec, grad, q.transpose(1, 2), k.transpose(1, 2), v)
+    tokens, heads, dim = q.shape
+    sequences = starts_q.shape[0] - 1
+    buffers = (
+        *_copy_with_gaps(grad),
+        *(
+            (Rounded(scale, (heads, tokens), (1, 1)), Rounded(128 * scale, (heads, sequences), (1, 1)))
+            for scale in (4, 4 * _head_dim(dim))
+        ),
+    )
+    if k.shape[1] == heads:
+        return buffers
+    expanded = _whole((heads, k.shape[0]), dim * k.element_size())
+    return *buffers, expanded, expanded
+
+
+def _delta(spec: GpuSpec, grad: torch.Tensor, query: torch.Tensor, *_: object, **__: object) -> Held:
+    """One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py)."""
+    return (_whole(query.shape[:3], 4),)
+
+
+def _efficient_backward(
+    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> Held:
+    """_efficient_attention_backward in attention_backward.cu: delta, and fp32 sums of blocks of dq, each with a lock.
+
+    Blocks are those of the kernels for compute capability 8.0 and later (kernel_backward.h). Of wide heads dk and dv
+    are summed in memory too.
+    """
+    batch, heads, length, dim = q.shape
+    rows = (batch, heads, length)
+    if dim <= 64:
+        sums: Buffer = (Rounded(4 * 64 + 16 / 64, rows, (1, 1, 64)),)
+    elif dim <= 128 and q.element_size() == 2:
+        sums = (Rounded(4 * 128 + 16 / 128, rows, (1, 1, 128)),)
+    else:
+        of_keys = Rounded(8 * _up(dim, 128), (batch, heads, k.shape[2]), (1, 1, 64))
+        of_queries = Rounded((4 * 64 + 16 / 128) * -(-dim // 64), rows, (1, 1, 128))
+        sums = (of_queries, of_keys) if dim > 128 else (of_queries,)
+    return *_copy_of_heads(grad), _whole(rows, 4), sums
+
+
+def _cudnn_backward(
+    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> Held:
+    """run_cudnn_SDP_bprop in MHA.cpp asks cuDNN for its workspace: an fp32 dq accumulator and sums (an estimate)."""
+    batch, heads, length, dim = q.shape
+    rows = (batch, heads, length)
+    return ((Rounded(4 * dim, rows, (1, 1, 64)), Rounded(8, rows, (1, 1, 1))),)
+
+
+# ---------------------------------------------------------------------- reductions
+def _split(spec: GpuSpec, view: _View, dims: Sequence[int], partial_bytes: int) -> Held:
+    """gpu_reduce_kernel in Reduce.cuh."""
+    buffers = split_buffers(
+        view.shape, view.strides, tuple(sorted({dim % max(len(view.shape), 1) for dim in dims})),
+        itemsize=view.dtype.itemsize, offset=view.offset, partial_bytes=partial_bytes, processors=spec.sm_count,
+        threads=spec.threads_per_sm,
+    )  # fmt: skip
+    return tuple(map(Stepwise, buffers))
+
+
+def _all_or(dim: object, tensor: torch.Tensor) -> Sequence[int]:
+    """The dimensions that an argument `dim` means."""
+    if isinstance(dim, int):
+        return (dim,)
+    return tuple(dim) if isinstance(dim, (list, tuple)) and dim else range(tensor.dim())
+
+
+def _reduction(partial_bytes: Callable[[torch.dtype], int], *, dim_at: int = 0, casts: bool = False) -> Rule:
+    """The rule of a reduction whose argument `dim` is number `dim_at` after the tensor."""
+
+    def rule(spec: GpuSpec, self: torch.Tensor, *args: object, **kwargs: object) -> Held:
+        dims = _all_or(args[dim_at] if len(args) > dim_at else kwargs.get("dim"), self)
+        view, copy = _View.of(self), list[Buffer]()
+        if casts and (dtype := _summed(self.dtype, kwargs.get("dtype"))) is not self.dtype:
+            view = view.cast(dtype)
+            copy.append(view.whole)
+        return *copy, *_split(spec, view, dims, partial_bytes(view.dtype))
+
+    return rule
+
+
+def _summed(dtype: torch.dtype, wanted: object) -> torch.dtype:
+    """The type that a sum reads, `make_reduction_from_out_ty` in ReduceOpsUtils.h: its result's, or half of float32."""
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    result = wanted if isinstance(wanted, torch.dtype) else torch.int64 if whole else dtype
+    return dtype if result is torch.float32 and dtype in (torch.float16, torch.bfloat16) else result
+
+
+def _accumulated(dtype: torch.dtype) -> int:
+    return max(4, dtype.itemsize)
+
+
+def _itself(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _with_place(dtype: torch.dtype) -> int:
+    """A value and its index, of 8 bytes and aligned to them."""
+    return 16
+
+
+def _moments(dtype: torch.dtype) -> int:
+    """WelfordData in SharedReduceOps.h: mean, squares, and two counts."""
+    return 16 if dtype.itemsize <= 4 else 32
+
+
+def _both_ends(dtype: torch.dtype) -> int:
+    return 2 * dtype.itemsize
+
+
+def _one_byte(dtype: torch.dtype) -> int:
+    return 1
+
+
+def _of_all_in_order(partial_bytes: Callable[[torch.dtype], int]) -> Rule:
+    """max, min and argmax of all elements: a tensor with gaps is first made contiguous (ReduceAllOps.cpp)."""
+
+    def rule(spec: GpuSpec, self: torch.Tensor, dim: int | None = None, *_: object, **__: object) -> Held:
+        view = _View.of(self)
+        if dim is not None:
+            return _split(spec, view, (dim,), partial_bytes(self.dtype))
+        copy = _copy_with_gaps(self)
+        view = _View.new(view.shape, view.dtype) if copy else view
+        return *copy, *_split(spec, view, range(self.dim()), partial_bytes(self.dtype))
+
+    return rule
+
+
+def _largest(spec: GpuSpec, self: torch.Tensor, dim: int | None = None, *_: object, **__: object) -> Held:
+    """max and min: of all elements the values alone, along a dimension with their places."""
+    return _of_all_in_order(_itself if dim is None else _with_place)(spec, self, dim)
+
+
+def _each_norm(spec: GpuSpec, self: Sequence[torch.Tensor], *_: object, dtype: torch.dtype | None = None) -> Held:
+    """_foreach_tensor_norm_cuda in ForeachReduceOp.cu: for each tensor, as many numbers as the largest has chunks."""
+    parts = max(-(-tensor.numel() // 65536) for tensor in self)
+    return (_accumulated(dtype or self[0].dtype) * parts * len(self),)
+
+
+def _each_largest(spec: GpuSpec, self: Sequence[torch.Tensor]) -> Held:
+    parts = max(-(-tensor.numel() // 65536) for tensor in self)
+    return (self[0].element_size() * parts * len(self),)
+
+
+# ---------------------------------------------------------------------- softmax and norms
+def _softmax(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    """host_softmax in SoftMax.cu and log_softmax_cpu_out in SoftMax.cpp: a view with gaps is first made contiguous."""
+    return _copy_with_gaps(self)
+
+
+def _softmax_backward(spec: GpuSpec, grad: torch.Tensor, output: torch.Tensor, *_: object, **__: object) -> Held:
+    """softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own."""
+    return (_whole(output.shape, torch.promote_types(grad.dtype, output.dtype).itemsize),)
+
+
+def _norm_backward(
+    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, normalized: Sequence[int], *args: object, **__: object
+) -> Held:
+    """LayerNormBackwardKernelImplInternal in layer_norm_kernel.cu: of many short rows, sums of 32 rows each."""
+    size = prod(normalized)
+    rows = input.numel() // max(size, 1)
+    wanted = sum(map(bool, args[-1][1:])) if isinstance(args[-1], (list, tuple)) else 0
+    if rows <= 1 << 16 or size // 32 >= spec.sm_count // 2 or not wanted:
+        return ()
+    parts = _View.new((-(-rows // 32), size), input.dtype)
+    summed = size * input.element_size()
+    return *[parts.whole] * wanted, summed, *_split(spec, parts, (0,), _accumulated(input.dtype))
+
+
+def _group_norm(
+    spec: GpuSpec, input: torch.Tensor, weight: object, bias: object, batch: int, channels: int, size: int,
+    groups: int, *_: object,
+) -> Held:  # fmt: skip
+    """GroupNormKernelImplInternal in group_norm_kernel.cu: fp32 moments, a factor and a summand for each channel."""
+    moments: Held = (4 * batch * groups,) * 2 if input.element_size() < 4 else ()
+    return *moments, *[4 * batch * channels] * 2
+
+
+def _group_norm_backward(
+    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, mean: object, rstd: object, weight: object, batch: int,
+    channels: int, size: int, groups: int, *_: object,
+) -> Held:  # fmt: skip
+    """GroupNormBackwardKernelImplInternal: sums and a factor for each channel, two numbers for each group."""
+    return *[4 * batch * channels] * 3, *[4 * batch * groups] * 2
+
+
+def _batch_norm_backward(spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, *_: object, **__: object) -> Held:
+    """batch_norm_backward_cuda in Normalization.cu: two sums for each channel."""
+    return (4 * input.shape[1],) * 2
+
+
+def _nll_loss_backward(spec: GpuSpec, grad: torch.Tensor, *_: object, **__: object) -> Held:
+    return _copy_with_gaps(grad)
+
+
+# ---------------------------------------------------------------------- order
+def _sort(spec: GpuSpec, self: torch.Tensor, dim: int = -1, *_: object, **__: object) -> Held:
+    """sort_cuda_kernel in Sort.cpp: a row of indices; of long rows copies and CUB's buffers (SortStable.cu)."""
+    if not self.dim() or not self.numel():
+        return ()
+    length, itemsize, count = self.shape[dim], self.element_size(), self.numel()
+    if length <= 4096:
+        return (8 * length,)
+    dense = is_dense(self.shape, self.stride())
+    copies = () if dense and self.stride(dim) == 1 else (count * itemsize, count * itemsize, 8 * count)
+    rows = count // length
+    if rows == 1 or length >= 1_000_000:
+        return *copies, 8 * length, sort_pairs_bytes(length, key_bytes=itemsize)
+    if rows < 128:
+        return *copies, 8 * count, 8 * count, count * itemsize, sort_pairs_bytes(count, key_bytes=itemsize)
+    return *copies, 8 * count, sort_segments_bytes(count, key_bytes=itemsize)
+
+
+def _topk(spec: GpuSpec, self: torch.Tensor, k: int, dim: int = -1, *_: object, **__: object) -> Held:
+    """mbtopk in TensorTopK.cu: long rows are searched by several blocks, each of 4 to 64 elements a thread."""
+    if not self.dim() or not self.numel():
+        return ()
+    length = self.shape[dim]
+    rows = self.numel() // length
+    least = next(size for most, size in _SEARCHED_BY_BLOCKS if rows <= most)
+    if length < least:
+        return ()
+    blocks_of_card = spec.sm_count * 6  # 40 registers a thread, 256 threads
+    items = min(max(-(-self.numel() // (blocks_of_card * 256)), 4), 64)
+    blocks = rows * -(-length // (256 * items))
+    return (
+        rows * self.element_size(), 8 * rows, 8 * rows, Stepwise(512 * blocks), 1024 * rows, Stepwise(4 * blocks),
+        Stepwise(4 * blocks), Stepwise(scan_bytes(blocks, sum_bytes=8)),
+    )  # fmt: skip
+
+
+# should_use_multiblock: up to so many rows, from this length on.
+_SEARCHED_BY_BLOCKS = (
+    (20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400),
+)  # fmt: skip
+
+
+def _cumulated(spec: GpuSpec, self: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **_: object) -> Held:
+    """scan_dim in ScanUtils.cuh: a copy in the type of the sums, and of one row CUB's prefix sums."""
+    if not self.dim() or not self.numel():
+        return ()
+    view, copies = _View.of(self), list[Buffer]()
+    wanted = dtype or (self.dtype if self.dtype.is_floating_point else torch.int64)
+    if wanted is not self.dtype:
+        view = view.cast(wanted)
+        copies.append(view.whole)
+    if view.strides != _View.new(view.shape, wanted).strides:
+        copies.append(view.whole)
+    if self.shape[dim] == self.numel():
+        copies.append(scan_bytes(self.numel(), sum_bytes=wanted.itemsize))
+    return tuple(copies)
+
+
+# ---------------------------------------------------------------------- masks and indices
+def nonzero_before(spec: GpuSpec, count: int) -> Held:
+    """What `nonzero` of `count` elements holds before its result is there (Nonzero.cu): their number, and its sum."""
+    return 4, reduce_bytes(count, processors=spec.sm_count)
+
+
+def nonzero_beside(count: int) -> Held:
+    """What `nonzero` holds beside its result: the number, and CUB's selection."""
+    return 4, select_bytes(count)
+
+
+def _embedding_backward(
+    spec: GpuSpec, grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_: object, **__: object
+) -> Held:
+    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu; no scratch up to 3072 indices.
+
+    Sorted and original indices, the places of segments, their parts and where these begin, two counts, and fp32 sums of
+    each part: a segment, the rows of one token, is split after 10 rows. Each row may be a segment.
+    """
+    return () if indices.numel() <= 3072 else _by_segments(grad, indices, num_weights)
+
+
+def _embedding_bag_backward(
+    spec: GpuSpec, grad: torch.Tensor, indices: torch.Tensor, offsets: object, offset2bag: object, bag_size: object,
+    maximum_indices: object, num_weights: int, *_: object, **__: object,
+) -> Held:  # fmt: skip
+    return _by_segments(grad, indices, num_weights)
+
+
+def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> Held:
+    count, dim, item = indices.numel(), grad.shape[-1], indices.element_size()
+    parts = count // 10 + min(count, num_weights)
+    return *_copy_with_gaps(grad), *[count * item] * 5, 8, 8, parts * item, parts * dim * _accumulated(grad.dtype)
+
+
+def _index_put(
+    spec: GpuSpec, self: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor,
+    accumulate: bool = False, *_: object, **__: object,
+) -> Held:  # fmt: skip
+    """index_put_with_sort_kernel in Indexing.cu sorts what is accumulated; a mask's rows are gone by then."""
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    rows: Held = tuple(8 * mask.numel() * mask.dim() for mask in masks)
+    given = [index for index in indices if index is not None]
+    longs: Held = tuple(8 * index.numel() for index in given if index.dtype is torch.int32)
+    if not accumulate:
+        number = values.numel() == 1 and values.device.type == "cpu"  # fills what the mask has (masked_fill)
+        return () if number and masks else (*rows, *longs)
+    dims = sum(index.dim() if index in masks else 1 for index in given)
+    first = next(place for place, index in enumerate(indices) if index is not None)
+    count = prod(torch.broadcast_shapes(*((index.numel(),) if index in masks else index.shape for index in given)))
+    slices = prod(self.shape[first + dims :])
+    bits = max(1, ((self.numel() - 1) // max(slices, 1)).bit_length())
+    whole = count * slices * prod(self.shape[:first])
+    copied = values.numel() != whole or not values.is_contiguous()
+    copy: Held = (whole * values.element_size(),) if copied else ()
+    return *copy, *[8 * count] * 4, sort_pairs_bytes(count, key_bytes=8, key_bits=bits)
+
+
+def _masked_scatter(spec: GpuSpec, self: torch.Tensor, mask: torch.Tensor, *_: object) -> Held:
+    """masked_scatter_cuda in IndexKernel.cpp: the prefix sums of the mask, which is expanded."""
+    expanded: Held = () if mask.shape == self.shape and mask.is_contiguous() else (self.numel(),)
+    return 8 * self.numel(), *expanded, scan_bytes(self.numel(), sum_bytes=8)
+
+
+def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: object) -> Held:
+    """isin_default_kernel_gpu in TensorCompare.cpp: each element against each of few tested ones, then any.
+
+    Against many, what is unique of both is sorted: an estimate.
+    """
+    if tested.numel() >= 10 * elements.numel() ** 0.145:
+        count = elements.numel() + tested.numel()
+        return *[8 * count] * 3, sort_pairs_bytes(count, key_bytes=elements.element_size())
+    pairs = _View.new((*elements.shape, tested.numel()), torch.bool)
+    return prod(pairs.shape), elements.numel(), *_split(spec, pairs, (-1,), 1)
+
+
+def _multinomial(spec: GpuSpec, self: torch.Tensor, num_samples: int, replacement: bool = False, **_: object) -> Held:
+    """multinomial in Distributions.cpp: without replacement, or of one sample, exponential noise of the whole size.
+
+    Least and largest of what was given are there too, two answers about them, and the noise's argmax or topk.
+    """
+    if replacement and num_samples > 1:
+        return ()
+    item = self.element_size()
+    checks: Held = (item, item, 1, 1)
+    if num_samples == 1:
+        return *checks, _whole(self.shape, item), *_split(spec, _View.of(self), (-1,), 16)
+    return *checks, _whole(self.shape, item), num_samples * self.numel() // self.shape[-1] * item
+
+
+def _bincount(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    """The least and the largest number (SummaryOps.cu)."""
+    return (self.element_size(),) * 2
+
+
+def _copied(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    return _copy_with_gaps(self)
+
+
+def _another(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
+    """normal_impl in DistributionTemplates.h: standard deviations of the same shape, times the draws."""
+    return (_whole(self.shape, self.element_size()),)
+
+
+def _unfold_backward(spec: GpuSpec, grad: torch.Tensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Held:
+    """unfold_backward in UnfoldBackward.cpp: the places along the dimension, up to the end of the last part."""
+    return (8 * min(sizes[dim], (grad.shape[dim] - 1) * step + size),)
+
+
+def _renorm(spec: GpuSpec, self: torch.Tensor, p: float, dim: int, *_: object) -> Held:
+    """The norms of the slices, which become factors."""
+    return (self.element_size() * self.shape[dim],)
+
+
+def _pow_of_number(spec: GpuSpec, self: object, exponent: torch.Tensor, **_: object) -> Held:
+    """pow_Scalar_out in Pow.cpp: the number becomes a tensor of one element."""
+    return (torch.result_type(self, exponent).itemsize,)  # type: ignore[call-overload]
+
+
+# ---------------------------------------------------------------------- products
+def _grouped_mm(
+    spec: GpuSpec, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None, *_: object, **__: object
+) -> Held:
+    """bf16bf16_grouped_gemm_impl_sm90_sm100 in GroupMM.cu: pointers, strides and sizes of the groups; and four
+    descriptors of 128 bytes for each multiprocessor (known of compute capability 9.0 alone).
+    """
+    if a.dtype is not torch.bfloat16 or spec.compute_capability[0] != 9:
+        return ()
+    of_groups = offsets if offsets is not None and a.dim() == b.dim() == 2 else b if a.dim() == 2 else a
+    groups = of_groups.shape[0]
+    return 24 * _up(groups, 2) + 36 * groups, 512 * spec.sm_count
+
+
+def _product_with_vector(spec: GpuSpec, self: torch.Tensor, vector: torch.Tensor) -> Held:
+    """addmv_impl_cuda in Blas.cpp: cuBLAS takes no vector of which all elements are one."""
+    return (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
+
+
+def _convolution(spec: GpuSpec, input: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> Held:
+    """conv_depthwise2d_cuda in DepthwiseConv2d.cu: a contiguous input and weight."""
+    return *_copy_with_gaps(input), *_copy_with_gaps(weight)
+
+
+def _convolution_backward(
+    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
+) -> Held:
+    return *_copy_with_gaps(grad), *_copy_with_gaps(input)
+
+
+# ---------------------------------------------------------------------- the table
+def _named(names: str, scratch: Scratch) -> dict[str, Scratch]:
+    """The same entry for several operators of torch."""
+    return {f"aten::{name}": scratch for name in names.split()}
+
+
+_SUMS = ("default", "dim_IntList", "dim", "dim_int", "out")
+SCRATCH: dict[str, Scratch] = {
+    **_named("sum mean nansum prod", Scratch(_reduction(_accumulated, casts=True), _SUMS)),
+    **_named("amax amin", Scratch(_reduction(_itself))),
+    **_named("any all", Scratch(_reduction(_one_byte), ("default", "dim", "dims"))),
+    **_named("var std var_mean std_mean", Scratch(_reduction(_moments), ("correction",))),
+    "aten::aminmax": Scratch(_reduction(_both_ends)),
+    "aten::linalg_vector_norm": Scratch(_reduction(_accumulated, dim_at=1)),
+    "aten::norm": Scratch(_reduction(_accumulated, dim_at=1), ("Scalar", "ScalarOpt_dim")),
+    **_named("max min", Scratch(_largest, ("default", "dim"))),
+    **_named("argmax argmin", Scratch(_of_all_in_order(_with_place))),
+    "aten::_foreach_norm": Scratch(_each_norm, ("Scalar",)),
+    "aten::_foreach_max": Scratch(_each_largest),
+    **_named("native_layer_norm_backward _fused_rms_norm_backward", Scratch(_norm_backward)),
+    "aten::native_group_norm": Scratch(_group_norm),
+    "aten::native_group_norm_backward": Scratch(_group_norm_backward),
+    "aten::native_batch_norm_backward": Scratch(_batch_norm_backward),
+    "aten::nll_loss_backward": Scratch(_nll_loss_backward),
+    "aten::bincount": Scratch(_bincount),
+    "aten::roll": Scratch(_copied),
+    "aten::normal": Scratch(_another, ("Tensor_float",)),
+    "aten::unfold_backward": Scratch(_unfold_backward),
+    "aten::renorm": Scratch(_renorm),
+    "aten::mv": Scratch(_product_with_vector),
+    **_named("_softmax _log_softmax", Scratch(_softmax, on_cpu=True)),
+    "aten::_softmax_backward_data": Scratch(_softmax_backward, ("default", "out")),
+    "aten::sort": Scratch(_sort, ("default", "stable")),
+    "aten::topk": Scratch(_topk),
+    **_named("cumsum cumprod logcumsumexp", Scratch(_cumulated)),
+    "aten::embedding_dense_backward": Scratch(_embedding_backward),
+    "aten::_embedding_bag_backward": Scratch(_embedding_bag_backward),
+    **_named("index_put index_put_ _index_put_impl_ _unsafe_index_put", Scratch(_index_put)),
+    **_named("masked_scatter masked_scatter_", Scratch(_masked_scatter)),
+    "aten::isin": Scratch(_isin, ("Tensor_Tensor",)),
+    "aten::multinomial": Scratch(_multinomial),
+    "aten::pow": Scratch(_pow_of_number, ("Scalar",)),
+    "aten::_grouped_mm": Scratch(_grouped_mm),
+    "aten::convolution": Scratch(_convolution),
+    "aten::convolution_backward": Scratch(_convolution_backward),
+    "aten::_scaled_dot_product_flash_attention": Scratch(_flash),
+    "aten::_scaled_dot_product_flash_attention_backward": Scratch(_flash_backward),
+    "aten::_flash_attention_backward": Scratch(_flash_backward_of_tokens),
+    "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward),
+    "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
+    "flex::flex_attention_backward": Scratch(_delta),  # patches/flex.py
+}
