@@ -208,7 +208,8 @@ def parser() -> argparse.ArgumentParser:
         "recipe",
         nargs="?",
         type=Path,
-        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1",
+        help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl, ms-swift or "
+        "open-r1",
     )
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
@@ -223,8 +224,8 @@ def parser() -> argparse.ArgumentParser:
     _launch(doctor)
 
     explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
-    explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1, or a shell "
-                         "script that starts verl, ms-swift or TRL")  # fmt: skip
+    explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1, or a "
+                         "shell script that starts verl, ms-swift or TRL")  # fmt: skip
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
                          help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
     _shared(explain, "--json")
