@@ -19,7 +19,7 @@ from typing import cast
 
 from autofit.files import write_json
 from experiments.field import table
-from experiments.field.threads import HERE, Thread, read_seeds, read_threads
+from experiments.field.threads import HERE, SEED, Thread, read_seeds, read_threads
 
 REPOSITORY = HERE.parents[1]
 RESULTS = HERE / "results"
@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.field", description=__doc__)
     parser.add_argument("--only", action="append", help="a thread's name, may be given again; replaces its result")
     parser.add_argument("--again", action="store_true", help="estimate every thread again")
+    parser.add_argument("--no-notes", action="store_true", help="the threads only, not the field notes that are timed")
     parser.add_argument("--no-advice", action="store_true", help="the symptom only")
     parser.add_argument("--advice-time", type=float, default=20.0, help="seconds; a loaded machine needs more")
     parser.add_argument("--limit-s", type=float, default=600, help="seconds after which a thread is given up")
@@ -40,7 +41,9 @@ def main() -> None:
     threads = (*read_threads(), *read_seeds())
     for thread in () if arguments.table else threads:
         kept = table.read(arguments.results, thread)
-        wanted = thread.name in arguments.only if arguments.only else arguments.again or not done(kept, arguments)
+        skipped = arguments.no_notes and thread.need == SEED
+        again = arguments.again or not done(kept, arguments)
+        wanted = thread.name in arguments.only if arguments.only else again and not skipped
         if wanted:
             advice_s = 0.0 if arguments.no_advice else arguments.advice_time
             found = estimate(thread, advice_s=advice_s, limit_s=arguments.limit_s)
