@@ -13,6 +13,9 @@ from experiments.accuracy.rows import SETS
 from experiments.field import judge
 from experiments.field import table as field_table
 from experiments.field.threads import read_threads
+from experiments.peers import table as peers_table
+from experiments.peers.peers import PEERS
+from experiments.peers.rows import read_rows
 
 EXPERIMENTS = Path(__file__).parents[1]
 _UNDISTURBED = ("done", "weights_equal", "final_loss_equal")
@@ -41,7 +44,11 @@ def search_figures() -> list[Figure]:
 
 def seed_figures() -> list[Figure]:
     """What is predicted of each seed's configuration, beside what the seed says."""
-    return [_seed(name, row) for name, row in sorted(_read("seeds/results.json").items())]
+    rows = _read("seeds/results.json")
+    seeds = {name[:3] for name in rows}
+    told = seeds - {name[:3] for name, row in rows.items() if "error" in row["predicted"]}
+    all_told = _share("seeds of which every configuration is predicted", len(told), len(seeds), 1.0)
+    return [all_told, *(_seed(name, row) for name, row in sorted(rows.items()))]
 
 
 def _seed(name: str, row: dict[str, Any]) -> Figure:
@@ -84,13 +91,32 @@ def measured_figures() -> list[Figure]:
 
 def efficiency_figures() -> list[Figure]:
     """Probes that a search needs, ours and those of Optuna's own samplers."""
-    kept = _read("search_efficiency/summary.json")
+    kept = _read("search_efficiency/sample/summary.json")
     found = []
     for name, row in kept.items():
-        probes, reached = row["probes_to_95_median"], row["reached_95_frac"]
-        claim = f"{name}: probes until 95 % of the best speed, median of {row['searches']} searches"
+        probes, most, reached = row["probes_to_95_median"], row["probes"], row["reached_95_frac"]
+        low, high = (f"{value:g}" if value <= most else f"over {most}" for value in row["probes_to_95_median_interval"])
+        claim = f"{name}: probes until 95 % of the best speed, median of {row['searches']} searches, its 95 % interval"
         ours = {"goal": "<= 2", "holds": probes <= 2} if name == "autofit" else {}
-        found.append(Figure(claim, f"{probes:g}" if reached >= 0.5 else f"over {row['probes']}", **ours))
+        middle = f"{probes:g}" if reached >= 0.5 else f"over {most}"
+        found.append(Figure(claim, f"{middle} ({low} to {high})" if low != high else middle, **ours))
+    return found
+
+
+def peer_figures() -> list[Figure]:
+    """The median error of each estimator's bytes on the rows that it can say, and autofit's on the same rows."""
+    results, rows = _read("peers/results.json"), read_rows()
+    found = []
+    for peer in (peer.name for peer in PEERS if not peer.name.startswith("autofit")):
+        pairs = [
+            (abs(theirs), abs(ours)) for row in rows
+            if (theirs := peers_table.error(row, results.get(row.name, {}).get(peer))) is not None
+            and (ours := peers_table.ours(row, results)) is not None
+        ]  # fmt: skip
+        if pairs:
+            theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+            claim = f"{peer} on {len(pairs)} measured rows: median error of its bytes, and autofit's"
+            found.append(Figure(claim, f"{theirs:.1%}, {ours:.1%}", "autofit nearer", ours < theirs))
     return found
 
 
