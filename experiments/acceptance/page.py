@@ -67,12 +67,16 @@ def changes(part: Part, runs: Mapping[str, Any]) -> list[str]:
 
 
 def when(part: Part, runs: Mapping[str, Any]) -> str:
-    """When the results of `part` were made, by which commit, with which versions, and in how long."""
+    """When the results of `part` were made, by which commit, with which versions, and in how long.
+
+    Seconds of a machine that does other work too are many, those of its processor are not.
+    """
     run = runs.get(part.name)
     if run is None:
         return "Not made by this command yet: the results as they stand in their folder."
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    return f"Made on {run['date']} by commit {run['commit']} in {run['wall_s']:.0f} s; {versions}."
+    processor = f" ({run['processor_s']:.0f} s of processor time)" if "processor_s" in run else ""
+    return f"Made on {run['date']} by commit {run['commit']} in {run['wall_s']:.0f} s{processor}; {versions}."
 
 
 def last_commit(part: Part) -> tuple[str, str]:

@@ -37,7 +37,7 @@ PARTS = (
          _python("-m", "experiments.field", "--stale", "--untimed", "--no-notes", "--advice-time", "40"),
          "field/results", figures.thread_figures, 13),
     Part("neutrality", "which settings keep the gradient", _python("experiments/neutrality/run.py"),
-         "neutrality/results.json", figures.neutrality_figures, 16),
+         "neutrality/results.json", figures.neutrality_figures, 7),
     Part("ranks", "peaks of real ranks", _python("-m", "experiments.ranks.peaks"), "ranks/peaks.json",
          figures.rank_figures, 5),
     Part("faults", "full runs under faults", _python("-m", "experiments.faults"), "faults/results.json",
