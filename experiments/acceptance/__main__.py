@@ -7,7 +7,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import resource
 import subprocess
 import tempfile
 import time
@@ -56,7 +55,7 @@ def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
 
 def made_again(part: Part, head: str) -> str:
     """Run one part and keep its figures; what happened, in a line."""
-    began, used, longest_s = time.monotonic(), _processor_s(), 60 * _LONGEST * part.minutes
+    began, longest_s = time.monotonic(), 60 * _LONGEST * part.minutes
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         environment = {**os.environ, "PYTHONPATH": str(page.ROOT), "HF_HUB_OFFLINE": "1"}
         try:
@@ -73,18 +72,11 @@ def made_again(part: Part, head: str) -> str:
     before = runs.get(part.name, {}).get("figures") or []
     runs[part.name] = {
         "commit": head, "date": datetime.date.today().isoformat(), "wall_s": round(time.monotonic() - began, 1),
-        "processor_s": round(_processor_s() - used, 1),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "figures": [asdict(figure) for figure in part.figures()], "before": before,
     }  # fmt: skip
     page.MADE.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     return f"done in {time.monotonic() - began:.0f} s"
-
-
-def _processor_s() -> float:
-    """Processor seconds of the commands so far, with those of their own that they waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def status(part: Part) -> str:

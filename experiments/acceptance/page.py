@@ -67,16 +67,12 @@ def changes(part: Part, runs: Mapping[str, Any]) -> list[str]:
 
 
 def when(part: Part, runs: Mapping[str, Any]) -> str:
-    """When the results of `part` were made, by which commit, with which versions, and in how long.
-
-    Seconds of a machine that does other work too are many, those of its processor are not.
-    """
+    """When the results of `part` were made, by which commit, with which versions, and in how long."""
     run = runs.get(part.name)
     if run is None:
         return "Not made by this command yet: the results as they stand in their folder."
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    processor = f" ({run['processor_s']:.0f} s of processor time)" if "processor_s" in run else ""
-    return f"Made on {run['date']} by commit {run['commit']} in {run['wall_s']:.0f} s{processor}; {versions}."
+    return f"Made on {run['date']} by commit {run['commit']} in {run['wall_s']:.0f} s; {versions}."
 
 
 def last_commit(part: Part) -> tuple[str, str]:
