@@ -50,7 +50,7 @@ PARTS = (
          "-m", "experiments.peers", "run", "--peer", "autofit fit-check", "--peer", "autofit estimate", "--again",
          "--minutes", "8"), "peers/results.json", figures.peer_figures, 8),
     Part("measured", "peaks and seconds that others measured on cards",
-         _python("-m", "experiments.accuracy", "run", "litgpt_a10g", "--again"), "accuracy/results",
+         _python("-m", "experiments.accuracy", "run", figures.MEASURED_AGAIN, "--again"), "accuracy/results",
          figures.measured_figures, 20, needs="the internet: it runs the projects' own code"),
 )  # fmt: skip
 
