@@ -30,7 +30,7 @@ def _python(*words: str) -> tuple[str, ...]:
 # In the order of their worth: what does not fit into the minutes is left for the next run.
 PARTS = (
     Part("search", "README's own search", _python("-m", "experiments.acceptance.first_search"),
-         "acceptance/first_search.json", figures.search_figures, 3),
+         "acceptance/first_search.json", figures.search_figures, 1),
     Part("seeds", "the five seeds' configurations, predicted", _python("experiments/seeds/run.py"),
          "seeds/results.json", figures.seed_figures, 3),
     Part("threads", "users' threads: symptom and accepted fix",
@@ -41,7 +41,7 @@ PARTS = (
     Part("ranks", "peaks of real ranks", _python("-m", "experiments.ranks.peaks"), "ranks/peaks.json",
          figures.rank_figures, 5),
     Part("faults", "full runs under faults", _python("-m", "experiments.faults"), "faults/results.json",
-         figures.fault_figures, 25),
+         figures.fault_figures, 9),
     Part("search efficiency", "probes that a search needs", _python(
          "experiments/search_efficiency/run.py", "--seeds", "4", "--gp-seeds", "1", "--no-plot",
          "--out", "experiments/search_efficiency/sample"), "search_efficiency/sample/summary.json",
@@ -51,7 +51,7 @@ PARTS = (
          "--minutes", "8"), "peers/results.json", figures.peer_figures, 8),
     Part("measured", "peaks and seconds that others measured on cards",
          _python("-m", "experiments.accuracy", "run", figures.MEASURED_AGAIN, "--again"), "accuracy/results",
-         figures.measured_figures, 20, needs="the internet: it runs the projects' own code"),
+         figures.measured_figures, 7, needs="the projects' own code: the internet, or a clone in $AUTOFIT_CACHE/accuracy/clones"),
 )  # fmt: skip
 
 
