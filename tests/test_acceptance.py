@@ -43,6 +43,10 @@ def test_each_part_has_figures_with_a_claim(one: Part) -> None:
     assert len({figure.claim for figure in figures}) == len(figures)
 
 
+def test_all_parts_together_take_an_hour_at_most() -> None:
+    assert sum(one.minutes for one in PARTS) <= 60
+
+
 def test_a_run_keeps_what_it_has_made_and_says_what_changed(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

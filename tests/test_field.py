@@ -107,7 +107,7 @@ def test_ranks_without_sharding_are_predicted_with_ddps_buckets(monkeypatch: pyt
         asked.update(options)
         raise ConfigError("asked")
 
-    monkeypatch.setattr(estimating.autofit, "estimate", estimate)
+    monkeypatch.setattr("autofit.estimate", estimate)
     for thread in (named("trl-2972-h20"), named("trl-876-a100")):
         with pytest.raises(ConfigError, match="asked"):
             estimating.answer(thread)

@@ -17,7 +17,7 @@ from experiments.acceptance import page
 from experiments.acceptance.parts import Part, chosen
 
 PACKAGES = ("torch", "transformers", "trl", "peft")
-_LONGEST = 4  # times the minutes that a part takes on idle cores, after which it is ended
+_LONGEST = 4  # times the minutes of a part, after which it is ended
 
 
 def main() -> None:

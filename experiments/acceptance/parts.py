@@ -12,7 +12,7 @@ from experiments.acceptance.figures import Figure
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An experiment: its command, the file or folder that it writes, its figures, and minutes on two idle cores."""
+    """An experiment: its command, the file or folder that it writes, its figures, and minutes that it took on two cores."""
 
     name: str
     says: str
@@ -39,7 +39,7 @@ PARTS = (
     Part("neutrality", "which settings keep the gradient", _python("experiments/neutrality/run.py"),
          "neutrality/results.json", figures.neutrality_figures, 7),
     Part("ranks", "peaks of real ranks", _python("-m", "experiments.ranks.peaks"), "ranks/peaks.json",
-         figures.rank_figures, 5),
+         figures.rank_figures, 7),
     Part("faults", "full runs under faults", _python("-m", "experiments.faults"), "faults/results.json",
          figures.fault_figures, 9),
     Part("search efficiency", "probes that a search needs", _python(
@@ -48,10 +48,11 @@ PARTS = (
          figures.efficiency_figures, 7),
     Part("peers", "bytes of other estimators and of autofit on measured rows", _python(
          "-m", "experiments.peers", "run", "--peer", "autofit fit-check", "--peer", "autofit estimate", "--again",
-         "--minutes", "8"), "peers/results.json", figures.peer_figures, 8),
+         "--minutes", "6"), "peers/results.json", figures.peer_figures, 6),
     Part("measured", "peaks and seconds that others measured on cards",
          _python("-m", "experiments.accuracy", "run", figures.MEASURED_AGAIN, "--again"), "accuracy/results",
-         figures.measured_figures, 7, needs="the projects' own code: the internet, or a clone in $AUTOFIT_CACHE/accuracy/clones"),
+         figures.measured_figures, 7,
+         needs="the projects' own code: the internet, or a clone in $AUTOFIT_CACHE/accuracy/clones"),
 )  # fmt: skip
 
 
