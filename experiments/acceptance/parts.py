@@ -12,7 +12,7 @@ from experiments.acceptance.figures import Figure
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An experiment: its command, the file or folder that it writes, its figures, and minutes that it took on two cores."""
+    """An experiment: its command, the file or folder that it writes, its figures, and its minutes on two cores."""
 
     name: str
     says: str
