@@ -118,8 +118,10 @@ def peer_figures() -> list[Figure]:
         ]  # fmt: skip
         if pairs:
             theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
-            claim = f"{peer} on {len(pairs)} measured rows: median error of its bytes, and autofit's"
-            found.append(Figure(claim, f"{theirs:.1%}, {ours:.1%}", "autofit nearer", ours < theirs))
+            claim = f"{peer}: median error of its bytes, and autofit's on the same rows"
+            found.append(
+                Figure(claim, f"{theirs:.1%}, {ours:.1%} ({len(pairs)} rows)", "autofit nearer", ours < theirs)
+            )
     return found
 
 

@@ -47,8 +47,8 @@ PARTS = (
          "--out", "experiments/search_efficiency/sample"), "search_efficiency/sample/summary.json",
          figures.efficiency_figures, 7),
     Part("peers", "bytes of other estimators and of autofit on measured rows", _python(
-         "-m", "experiments.peers", "run", "--peer", "autofit fit-check", "--peer", "autofit estimate", "--again",
-         "--minutes", "6"), "peers/results.json", figures.peer_figures, 6),
+         "-m", "experiments.peers", "run", "--peer", "autofit fit-check", "--again", "--minutes", "6"),
+         "peers/results.json", figures.peer_figures, 6),
     Part("measured", "peaks and seconds that others measured on cards",
          _python("-m", "experiments.accuracy", "run", figures.MEASURED_AGAIN, "--again"), "accuracy/results",
          figures.measured_figures, 7,
