@@ -43,6 +43,10 @@ def test_each_part_has_figures_with_a_claim(one: Part) -> None:
     assert len({figure.claim for figure in figures}) == len(figures)
 
 
+def test_all_parts_together_take_an_hour_at_most() -> None:
+    assert sum(one.minutes for one in PARTS) <= 60
+
+
 def test_a_run_keeps_what_it_has_made_and_says_what_changed(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +55,7 @@ def test_a_run_keeps_what_it_has_made_and_says_what_changed(
         return capsys.readouterr().out
 
     assert "done in" in run("found.write_text('1')")
-    assert "made by this commit already" in run("found.write_text('9')", again=False)
+    assert "made by this code already" in run("found.write_text('9')", again=False)
     assert page.made()["p"]["figures"][0]["found"] == "1"
     assert "failed with exit code 3: no" in run("import sys; print('no', file=sys.stderr); sys.exit(3)")
     assert "left for the next run" in run("found.write_text('9')", takes=5.0)

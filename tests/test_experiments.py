@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -52,11 +53,23 @@ def test_an_experiment_calls_autofit_as_it_is_today_so_that_its_figures_can_be_m
     assert not wrong
 
 
-def test_the_search_experiment_searches_a_case_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def search_experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program of experiments/search_efficiency, which imports its neighbours by their names."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "search_efficiency"))
     for name in ("cases", "law", "habits", "run"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    run = importlib.import_module("run")
+    return importlib.import_module("run")
+
+
+def test_a_median_of_fewer_searches_is_told_with_the_values_it_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = search_experiment(monkeypatch)
+    assert run.median_interval([2] * 100) == [2, 2]
+    assert run.median_interval(list(range(1, 101))) == [40, 61]
+    assert run.median_interval([3, 1, 2]) == [1, 3]
+
+
+def test_the_search_experiment_searches_a_case_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = search_experiment(monkeypatch)
     run._CASES["small"] = case = run.cases.case_of(run.cases.RECIPES[0], run.law.CARDS["rtx4090"])
     row = run.search(("autofit", "small", 0.05, 0, "law:truth", 3, False))
     assert len(case.grid) > 10

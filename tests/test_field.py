@@ -23,7 +23,7 @@ def test_each_thread_says_its_source_and_what_is_assumed_so_that_another_can_jud
     for thread in THREADS:
         assert thread.url.startswith("https://github.com/")
         assert all((thread.said, thread.solved_by, thread.assumed, thread.date))
-        assert thread.trainer in ("grpo", "sft", "dpo", "reward")
+        assert thread.trainer in ("grpo", "sft", "dpo", "reward", "hf")
         room = parse_bytes(thread.target_vram) if thread.target_vram else 0
         assert room <= gpu_spec(thread.gpu).capacity_bytes
 
@@ -98,6 +98,22 @@ def test_the_table_says_how_long_verdicts_and_advice_took_and_beside_what_load()
     ]
     assert table.times([{"fits": True}]) == []
     assert "| 31.0 | 52.0 | 9.0 |" in table.row(thread, slow)
+
+
+def test_ranks_without_sharding_are_predicted_with_ddps_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def estimate(recipe: object, **options: object) -> None:
+        asked.update(options)
+        raise ConfigError("asked")
+
+    monkeypatch.setattr("autofit.estimate", estimate)
+    for thread in (named("trl-2972-h20"), named("trl-876-a100")):
+        with pytest.raises(ConfigError, match="asked"):
+            estimating.answer(thread)
+        expected = ("4xh200", 4) if thread.ranks == 4 else ("a100-40gb", None)
+        assert (asked["gpu"], asked["num_processes"]) == expected
+    assert "| 4xh200 |" in table.row(named("trl-2972-h20"), {"error": "none"})
 
 
 def test_a_thread_runs_from_its_recipe_to_its_row(tmp_path: Path) -> None:

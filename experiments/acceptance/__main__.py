@@ -17,7 +17,7 @@ from experiments.acceptance import page
 from experiments.acceptance.parts import Part, chosen
 
 PACKAGES = ("torch", "transformers", "trl", "peft")
-_LONGEST = 4  # times the minutes that a part takes on idle cores, after which it is ended
+_LONGEST = 4  # times the minutes of a part, after which it is ended
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     )
     parser.add_argument("--only", action="append", metavar="PART", help="a part's name, may be given again")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no part that would end after these")
-    parser.add_argument("--again", action="store_true", help="also the parts that this commit has made already")
+    parser.add_argument("--again", action="store_true", help="also the parts that today's code has made already")
     options = parser.parse_args()
     if options.what == "status":
         print("\n".join(status(part) for part in chosen(options.only)))
@@ -40,11 +40,12 @@ def main() -> None:
 
 
 def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
-    """Run the parts that this commit has not made, one after the other; each is kept as soon as it has ended."""
+    """Run the parts that today's code has not made, one after the other; each is kept as soon as it has ended."""
     head = page.git("rev-parse", "--short", "HEAD")
     for part in parts:
-        if not again and page.made().get(part.name, {}).get("commit") == head:
-            print(f"{part.name}: made by this commit already")
+        made = page.made().get(part.name)
+        if made and not again and not page.commits_since(made["commit"]):
+            print(f"{part.name}: made by this code already")
         elif time.monotonic() + 60 * part.minutes > until:
             print(f"{part.name}: left for the next run, it takes about {part.minutes:g} minutes")
         else:

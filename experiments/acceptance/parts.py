@@ -12,7 +12,7 @@ from experiments.acceptance.figures import Figure
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An experiment: its command, the file or folder that it writes, its figures, and minutes on two idle cores."""
+    """An experiment: its command, the file or folder that it writes, its figures, and its minutes on two cores."""
 
     name: str
     says: str
@@ -30,22 +30,29 @@ def _python(*words: str) -> tuple[str, ...]:
 # In the order of their worth: what does not fit into the minutes is left for the next run.
 PARTS = (
     Part("search", "README's own search", _python("-m", "experiments.acceptance.first_search"),
-         "acceptance/first_search.json", figures.search_figures, 3),
+         "acceptance/first_search.json", figures.search_figures, 1),
     Part("seeds", "the five seeds' configurations, predicted", _python("experiments/seeds/run.py"),
-         "seeds/results.json", figures.seed_figures, 5),
-    Part("threads", "users' threads: symptom and accepted fix", _python("-m", "experiments.field", "--again"),
-         "field/results", figures.thread_figures, 25),
+         "seeds/results.json", figures.seed_figures, 3),
+    Part("threads", "users' threads: symptom and accepted fix",
+         _python("-m", "experiments.field", "--stale", "--untimed", "--no-notes", "--advice-time", "40"),
+         "field/results", figures.thread_figures, 13),
     Part("neutrality", "which settings keep the gradient", _python("experiments/neutrality/run.py"),
-         "neutrality/results.json", figures.neutrality_figures, 16),
+         "neutrality/results.json", figures.neutrality_figures, 7),
     Part("ranks", "peaks of real ranks", _python("-m", "experiments.ranks.peaks"), "ranks/peaks.json",
-         figures.rank_figures, 5),
+         figures.rank_figures, 7),
     Part("faults", "full runs under faults", _python("-m", "experiments.faults"), "faults/results.json",
-         figures.fault_figures, 25),
-    Part("search efficiency", "probes that a search needs", _python("experiments/search_efficiency/run.py"),
-         "search_efficiency/summary.json", figures.efficiency_figures, 60),
+         figures.fault_figures, 9),
+    Part("search efficiency", "probes that a search needs", _python(
+         "experiments/search_efficiency/run.py", "--seeds", "4", "--gp-seeds", "1", "--no-plot",
+         "--out", "experiments/search_efficiency/sample"), "search_efficiency/sample/summary.json",
+         figures.efficiency_figures, 7),
+    Part("peers", "bytes of other estimators and of autofit on measured rows", _python(
+         "-m", "experiments.peers", "run", "--peer", "autofit fit-check", "--again", "--minutes", "6"),
+         "peers/results.json", figures.peer_figures, 6),
     Part("measured", "peaks and seconds that others measured on cards",
-         _python("-m", "experiments.accuracy", "run", "litgpt_a10g", "--again"), "accuracy/results",
-         figures.measured_figures, 20, needs="the internet: it runs the projects' own code"),
+         _python("-m", "experiments.accuracy", "run", figures.MEASURED_AGAIN, "--again"), "accuracy/results",
+         figures.measured_figures, 7,
+         needs="the projects' own code: the internet, or a clone in $AUTOFIT_CACHE/accuracy/clones"),
 )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from experiments.accuracy import places, table
@@ -24,6 +26,7 @@ def main() -> None:
     run.add_argument("--only", action="append", help="a row's name, may be given again; replaces its result")
     run.add_argument("--again", action="store_true", help="simulate all rows again")
     run.add_argument("--repo", type=Path, help="a clone of the project, where it cannot be cloned from here")
+    run.add_argument("--beside", type=int, default=os.cpu_count() or 1, help="rows at a time")
     commands.add_parser("table", help="errors of each set, by cause, and a plot of them")
     arguments = parser.parse_args()
     if arguments.command == "table":
@@ -31,16 +34,20 @@ def main() -> None:
         return
     measured = SETS[arguments.set]
     results = read(measured)
-    for row in measured.rows():
-        wanted = row.name in arguments.only if arguments.only else arguments.again or row.name not in results
-        if not wanted:
-            continue
-        results[row.name] = simulate(row, arguments.repo)
-        write(measured, results)
-        print(table.line(row, results[row.name]), flush=True)
+    rows = [
+        row for row in measured.rows()
+        if (row.name in arguments.only if arguments.only else arguments.again or row.name not in results)
+    ]  # fmt: skip
+    for row in rows:
+        places.checkout(measured, row.commit, arguments.repo)
+    with ThreadPoolExecutor(arguments.beside) as pool:
+        for row, found in zip(rows, pool.map(partial(simulate, source=arguments.repo), rows), strict=True):
+            results[row.name] = found
+            write(measured, results)
+            print(table.line(row, found), flush=True)
 
 
-def simulate(row: Row, source: Path | None) -> dict[str, object]:
+def simulate(row: Row, *, source: Path | None) -> dict[str, object]:
     """The figures of one row, or the last line of what stopped it; in a process of its own."""
     tree, interpreter = places.checkout(row.set, row.commit, source), places.python(row.set)
     folder = places.store() / "models" / row.set.name

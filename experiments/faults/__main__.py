@@ -13,7 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,7 +29,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "tests"), str(
 import tiny  # noqa: E402
 
 from autofit.probing.fork_server import ForkServer  # noqa: E402
-from experiments.faults.faults import KINDS, STEPS  # noqa: E402
+from experiments.faults.faults import KINDS, OOM_REWARD, STEPS  # noqa: E402
 from experiments.faults.run import FaultyRun  # noqa: E402
 from experiments.faults.table import table  # noqa: E402
 
@@ -39,15 +41,17 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(KINDS), action="append")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beside", type=int, default=os.cpu_count() or 1, help="runs at a time")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="faults-"))
     server = ForkServer(home / "warm")
     try:
         recipes = {name: _recipe(name, home) for name in ("sft", "grpo")}
         whole = {name: _uninterrupted(name, recipes[name], home, server) for name in recipes}
-        for kind in options.only or KINDS:
-            rows = [_row(kind, n, options.seed, recipes, whole, home, server) for n in range(options.runs)]
-            _keep(kind, rows)
+        with ThreadPoolExecutor(options.beside) as pool:
+            for kind in options.only or KINDS:
+                row = partial(_row, kind, seed=options.seed, recipes=recipes, whole=whole, home=home, server=server)
+                _keep(kind, list(pool.map(row, range(options.runs))))
     finally:
         server.close()
 
@@ -60,6 +64,7 @@ def _recipe(name: str, home: Path) -> tuple[Path, Mapping[str, object]]:
     changes = {"max_steps": STEPS, "save_steps": 4, "save_total_limit": 3, "lora_dropout": 0.0}
     if name == "grpo":
         path = tiny.write_recipe(folder, model, temperature=1.0, **changes)
+        (folder / "oom_rewards.py").write_text(OOM_REWARD)
     else:
         path = tiny.write_offline_recipe(name, folder, model, **changes)
     return folder, yaml.safe_load(path.read_text())
@@ -80,7 +85,7 @@ def _uninterrupted(name: str, recipe: tuple[Path, Mapping[str, object]], home: P
 
 
 def _row(
-    kind: str, number: int, seed: int, recipes: Mapping[str, tuple[Path, Mapping[str, object]]],
+    kind: str, number: int, *, seed: int, recipes: Mapping[str, tuple[Path, Mapping[str, object]]],
     whole: Mapping[str, FaultyRun], home: Path, server: ForkServer,
 ) -> dict[str, object]:  # fmt: skip
     """What one run met, and whether it ended as the uninterrupted one."""

@@ -96,7 +96,6 @@ def oom(run: FaultyRun, dice: random.Random) -> Facts:
     at = dice.randint(2, STEPS - 1)
     run.folder.mkdir(parents=True)
     (run.folder / "oom").write_text(str(at))
-    (run.cwd / "oom_rewards.py").write_text(_OOM_REWARD)
     run.values = {**run.values, "reward_funcs": ["oom_rewards.share_of_t1"]}
     run.env = {"FAULTS_OOM": str(run.folder / "oom")}
     run.start()
@@ -106,7 +105,7 @@ def oom(run: FaultyRun, dice: random.Random) -> Facts:
     return {"oom_in_step": at, "interruptions": [again], **facts}
 
 
-_OOM_REWARD = '''"""The tests' reward; runs out of memory once, in the call whose number is in a file."""
+OOM_REWARD = '''"""The tests' reward; runs out of memory once, in the call whose number is in a file."""
 
 import os
 from pathlib import Path

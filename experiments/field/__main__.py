@@ -19,10 +19,12 @@ from typing import cast
 
 from autofit.files import write_json
 from experiments.field import table
-from experiments.field.threads import HERE, Thread, read_seeds, read_threads
+from experiments.field.threads import HERE, SEED, Thread, read_seeds, read_threads
 
 REPOSITORY = HERE.parents[1]
 RESULTS = HERE / "results"
+CODE = ("autofit", "trainers", "search_spaces", "experiments/field/recipes")  # what decides an answer
+TIMED = ("verdict_s", "advised_s", "wall_s", "cpu_s", "load")
 PACKAGES = ("torch", "transformers", "trl", "peft")
 
 
@@ -31,6 +33,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.field", description=__doc__)
     parser.add_argument("--only", action="append", help="a thread's name, may be given again; replaces its result")
     parser.add_argument("--again", action="store_true", help="estimate every thread again")
+    parser.add_argument(
+        "--stale", action="store_true", help="only what was made before the last change of autofit or of a recipe"
+    )
+    parser.add_argument(
+        "--untimed", action="store_true", help="keep the seconds of the earlier result, if there is one"
+    )
+    parser.add_argument("--no-notes", action="store_true", help="the threads only, not the field notes that are timed")
     parser.add_argument("--no-advice", action="store_true", help="the symptom only")
     parser.add_argument("--advice-time", type=float, default=20.0, help="seconds; a loaded machine needs more")
     parser.add_argument("--limit-s", type=float, default=600, help="seconds after which a thread is given up")
@@ -40,18 +49,27 @@ def main() -> None:
     threads = (*read_threads(), *read_seeds())
     for thread in () if arguments.table else threads:
         kept = table.read(arguments.results, thread)
-        wanted = thread.name in arguments.only if arguments.only else arguments.again or not done(kept, arguments)
+        skipped = arguments.no_notes and thread.need == SEED
+        again = arguments.again or not done(kept, arguments) or (arguments.stale and is_stale(kept))
+        wanted = thread.name in arguments.only if arguments.only else again and not skipped
         if wanted:
             advice_s = 0.0 if arguments.no_advice else arguments.advice_time
             found = estimate(thread, advice_s=advice_s, limit_s=arguments.limit_s)
             if "error" in found and kept and "fits" in kept and not arguments.again:
                 found = {**kept, **found}  # the symptom of an earlier run stays
+            if arguments.untimed and kept:
+                found |= {name: kept[name] for name in TIMED if name in kept}
             arguments.results.mkdir(parents=True, exist_ok=True)
             write_json(arguments.results / f"{thread.name}.json", found)
             print(table.line(thread, found), flush=True)
     text = table.table(threads, {thread.name: table.read(arguments.results, thread) for thread in threads})
     (arguments.results.parent / "table.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def is_stale(kept: dict[str, object] | None) -> bool:
+    """Whether autofit or a recipe has changed since the result was made."""
+    return kept is None or bool(_git("rev-list", "-1", f"{kept['autofit']}..HEAD", "--", *CODE))
 
 
 def done(kept: dict[str, object] | None, arguments: argparse.Namespace) -> bool:
@@ -75,7 +93,7 @@ def estimate(thread: Thread, *, advice_s: float, limit_s: float) -> dict[str, ob
     return {
         **found, **since, "load": round(load, 2), "advice_time_s": advice_s,
         "wall_s": round(time.monotonic() - began, 1), "cpu_s": round(_child_cpu_s() - used, 1),
-        "date": datetime.date.today().isoformat(), "autofit": _commit(),
+        "date": datetime.date.today().isoformat(), "autofit": _git("rev-parse", "--short", "HEAD"),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }  # fmt: skip
 
@@ -103,9 +121,8 @@ def _child_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

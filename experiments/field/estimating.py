@@ -27,8 +27,9 @@ def answer(thread: Thread, *, advice_s: float = 20.0) -> dict[str, object]:
     verdict_at: list[float] = []
     rewards = REWARD if thread.trainer == "grpo" else {}
     estimate = autofit.estimate(
-        {**rewards, **thread.recipe}, gpu=thread.gpu, target_vram=thread.target_vram, trainer=thread.trainer,
-        prompt_tokens=thread.prompt_tokens, advice_time=advice_s, as_of=thread.as_of,
+        {**rewards, **thread.recipe}, gpu=thread.cards, target_vram=thread.target_vram, trainer=thread.trainer,
+        prompt_tokens=thread.prompt_tokens, num_processes=thread.ranks if thread.ranks > 1 else None,
+        advice_time=advice_s, as_of=thread.as_of,
         on_event=lambda event: notes.append(event.text),
         on_result=lambda _: verdict_at.append(time.monotonic()),
     )  # fmt: skip

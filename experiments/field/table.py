@@ -101,7 +101,7 @@ def totals(counted: Sequence[tuple[Thread, dict[str, object]]], all_counted: Seq
 def row(thread: Thread, answer: dict[str, object]) -> str:
     """The thread's row."""
     cells = [
-        f"[{thread.name}]({thread.url})", thread.need, thread.gpu, thread.said, figures(answer),
+        f"[{thread.name}]({thread.url})", thread.need, thread.cards, thread.said, figures(answer),
         MARKS[judge.symptom_predicted(thread, answer)], fix_mark(thread, answer), *took(answer),
     ]  # fmt: skip
     return _cells(cells)

@@ -39,6 +39,7 @@ class Thread:
     older_library: str | None = None  # why the symptom cannot occur with today's libraries; the thread does not count
     as_of: str | None = None  # its libraries, as `--as-of` takes them
     target_vram: str | None = None  # where the card is not in the catalogue, or smaller than the one that stands for it
+    ranks: int = 1  # of data parallel training without sharding; each has such a card
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a thread that cannot be judged."""
@@ -48,6 +49,11 @@ class Thread:
             raise ConfigError(f"{self.name}: need must be one of {', '.join(NEEDS)}; got {self.need!r}")
         if len(self.symptom.keys() & set(CLAIMS)) != 1:
             raise ConfigError(f"{self.name}: symptom must be one of {', '.join(CLAIMS)}; got {dict(self.symptom)}")
+
+    @property
+    def cards(self) -> str:
+        """The card, and how many train together, as `--gpu` takes them."""
+        return self.gpu if self.ranks == 1 else f"{self.ranks}x{self.gpu}"
 
     @property
     def counts(self) -> bool:

@@ -10,6 +10,7 @@ results.json, and measures some of the cells again.
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -174,21 +176,33 @@ def write_models(folder: Path) -> Path:
     return folder
 
 
-def measure_all(only: str) -> list[Row]:
-    """The rows whose name contains `only`, with their cells."""
+def measure_all(only: str, workers: int) -> list[Row]:
+    """The rows whose name contains `only`, with their cells; each worker measures a row on one thread."""
+    wanted = [row for row in rows() if only in str(row["name"])]
+    with tempfile.TemporaryDirectory() as temporary:
+        models = write_models(Path(temporary))
+        with multiprocessing.get_context("spawn").Pool(workers, initializer=_prepare) as pool:
+            done = []
+            for row in pool.imap(partial(_with_cells, models=models), wanted):
+                print(row["name"], row["cells"], file=sys.stderr, flush=True)
+                done.append(row)
+    return done
+
+
+def _prepare() -> None:
+    """A worker's settings."""
+    import torch
+
     from autofit.plugin.models import go_offline_without_a_hub
 
     go_offline_without_a_hub()
-    done = []
-    with tempfile.TemporaryDirectory() as temporary:
-        models = write_models(Path(temporary))
-        for row in rows():
-            if only in str(row["name"]):
-                with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                    cells = measure(row, models)
-                done.append({**row, "cells": {knob: float(f"{value:.2e}") for knob, value in cells.items()}})
-                print(row["name"], done[-1]["cells"], file=sys.stderr, flush=True)
-    return done
+    torch.set_num_threads(1)
+
+
+def _with_cells(row: Row, *, models: Path) -> Row:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        cells = measure(row, models)
+    return {**row, "cells": {knob: float(f"{value:.2e}") for knob, value in cells.items()}}
 
 
 def markdown(results: Mapping[str, object]) -> str:
@@ -253,7 +267,7 @@ def circumstances() -> dict[str, object]:
 def main() -> None:
     only = only_of(__doc__)
     began = time.perf_counter()
-    results = {**circumstances(), "rows": measure_all(only)}
+    results = {**circumstances(), "rows": measure_all(only, os.cpu_count() or 1)}
     results["seconds"] = round(time.perf_counter() - began)
     if not only:
         (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -141,7 +141,8 @@ def asked(words: list[str], peer: Peer, row: Row, settings: Mapping[str, str]) -
         return {"cannot": str(error), **took}
     except (ValueError, KeyError, IndexError, AssertionError, StopIteration):
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        return {"error": (lines[-1] if lines else f"exit code {done.returncode}")[:300], **took}
+        said_last = lines[-1].replace(f"{ROOT}/", "") if lines else f"exit code {done.returncode}"
+        return {"error": said_last[:300], **took}
     return {"bytes": said.bytes, "step_s": said.step_s, **took}
 
 

@@ -17,6 +17,7 @@ target's size.
 import argparse
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -163,6 +164,13 @@ def probes_to(speed: Sequence[float], share: float, never: int) -> int:
     return next((n for n, s in enumerate(speed, start=1) if s >= share), never)
 
 
+def median_interval(values: Sequence[float]) -> list[float]:
+    """The two values between which the median lies with 95 %: order statistics, whatever the distribution."""
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    low, high = math.floor(len(values) / 2 - half), math.ceil(len(values) / 2 + half)
+    return [float(ordered[max(0, low - 1)]), float(ordered[min(len(values) - 1, high)])]
+
+
 def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
     """Summary over searches with at least one fit. A search that never reaches 95 % counts `probes` + 1."""
     rows = [r for r in rows if r["speed"] is not None]
@@ -179,6 +187,7 @@ def summary_of(rows: Sequence[dict[str, Any]], probes: int) -> dict[str, Any]:
     return {
         "searches": len(rows),
         "probes_to_95_median": float(np.median(reached)),
+        "probes_to_95_median_interval": median_interval(reached),
         "probes_to_95_p90": float(np.percentile(reached, 90, method="higher")),
         "reached_95_frac": round(float(np.mean(np.array(reached) <= probes)), 4),
         # of the whole budget; then of the first 12 probes, and until the sampler's own rule (if it has one) ends it
@@ -252,6 +261,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="cases:RECIPES")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=_HERE)
+    parser.add_argument("--no-plot", action="store_true")
     options = parser.parse_args()
     options.commit = _commit()  # a long run may end after the next commit
     load_cases(options.recipes)
@@ -285,7 +295,8 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace, wall_s: 
         print(name, json.dumps(summary[name]), flush=True)
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (options.out / "results.json").write_text(json.dumps(details, indent=1) + "\n")
-    plot({name: details[name]["curve"] for name in SAMPLERS if name in details}, options.out / "probes.png")
+    if not options.no_plot:
+        plot({name: details[name]["curve"] for name in SAMPLERS if name in details}, options.out / "probes.png")
 
 
 def _commit() -> str:
