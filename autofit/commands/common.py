@@ -45,6 +45,12 @@ def show_line(text: str) -> None:
     print(on_terminal(text, is_terminal=sys.stdout.isatty()))
 
 
+def show_fact(name: str, text: str) -> None:
+    """Print `name: text`, the names of several such lines one under another."""
+    label = f"{name:>16}: "
+    print(on_terminal(label + text, is_terminal=sys.stdout.isatty(), label=len(label)))
+
+
 def stranger_in(packages: Path) -> str | None:
     """What to do about PyPI's `autofit`, another project that writes into our folder; None where it is not installed.
 

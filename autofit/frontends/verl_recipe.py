@@ -4,6 +4,7 @@ Defaults are those of verl at commit 1dda039b (0.9): verl/trainer/config/_genera
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -14,9 +15,11 @@ from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import (
     DEFAULTS,
     MODEL_PATH,
+    NVIDIA,
     UNSURE,
     Batch,
     VerlConfig,
+    asks_for_npus,
     batch_of,
     likely_overrides,
     on_gpus,
@@ -44,7 +47,8 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     folders = {key: str(likely[key]) for key in likely if key.endswith(MODEL_PATH) and likely[key] != UNSURE}
     for key, name in folders.items():
         likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
-    return recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
+    made = recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
+    return replace(made, notes=(*made.notes, NVIDIA)) if asks_for_npus(text) else made
 
 
 def recipe(

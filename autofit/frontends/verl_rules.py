@@ -163,14 +163,16 @@ def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     yield Line("neutral", "ppo_micro_batch_size_per_gpu, use_dynamic_bsz with its token budget, offloads, the "
                           "rollout's tensor parallel: none changes what an optimizer step averages over")  # fmt: skip
     kl = config.is_on(f"{ACTOR}.use_kl_loss")
+    rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
+    adapters = rank is not None or "actor_rollout_ref.model.lora_adapter_path" in config.said
     if kl or config.is_on("algorithm.use_kl_in_reward"):  # trainer/ppo/utils.py, need_reference_policy
         coefficient = f", {config.told(f'{ACTOR}.kl_loss_coef')}" if kl else ", for the reward's penalty"
-        yield Line("reference", f"a second copy of the model{coefficient}")
+        model = "the model without its adapters, no second copy" if adapters else "a second copy of the model"
+        yield Line("reference", f"{model}{coefficient}")  # v1/trainer_base.py, ref_in_actor
     else:
         yield Line("reference", "none: use_kl_loss and use_kl_in_reward are off, so kl_loss_coef has no effect")
     if has_critic(config):
         yield Line("critic", critic_line(config, batch))
-    rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
     yield Line("trained", "all weights" if rank is None else f"LoRA of rank {rank}")
 
 
