@@ -103,6 +103,21 @@ class Levers:
         """The values of a knob besides the recipe's own, valid by themselves."""
         return tuple(v for v in self._listed[name][1] if v != self.own[name] and self.candidate({name: v}))
 
+    def quicker(self, name: str) -> tuple[Value, ...]:
+        """The value of a knob to try for its speed: () where there is none.
+
+        Of numbers in the order of their memory the next larger one, as less memory is seldom faster; of other whole
+        numbers the nearest below the recipe's own, else above it.
+        """
+        own, others = self.own[name], self.others(name)
+        numbers = [v for v in (own, *others) if isinstance(v, int | float) and not isinstance(v, bool)]
+        knob, whole = self._listed[name][0], all(isinstance(number, int) for number in numbers)
+        if len(numbers) <= len(others) or not (knob.memory_ascending or whole):
+            return others[:1]
+        above = sorted(number for number in numbers if number > numbers[0])
+        below = sorted((number for number in numbers if number < numbers[0]), reverse=True)
+        return tuple(above[:1] if knob.memory_ascending else (below + above)[:1])
+
     def larger(self, name: str) -> tuple[int, ...]:
         """The larger values of the micro-batch or the rollout, valid by themselves, in ascending order."""
         whole = self.space.recipe.effective_batch_size // self.space.recipe.world_size

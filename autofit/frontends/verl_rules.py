@@ -10,6 +10,7 @@ from autofit.frontends.foreign import Explanation, Line
 from autofit.frontends.verl import (
     ACTOR,
     FSDP_STRATEGIES,
+    MODEL_PATH,
     REF,
     ROLLOUT,
     Batch,
@@ -19,6 +20,7 @@ from autofit.frontends.verl import (
     sequence_parallel,
     typos,
 )
+from autofit.recipe import catalogue
 
 # PPO's critic in a config of verl: its keys, the samples of its optimizer steps, and what verl does with its sizes.
 #
@@ -245,10 +247,30 @@ def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
 
 
+# The head is a unit of its own where it has weights of its own (utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and
+# the fused forwards read them without calling it (models/transformers/dense_common.py).
+SHARDED_HEAD = (
+    "use_fused_kernels with fsdp2 reads the shards of a head that has weights of its own; verl ends at the first "
+    'log-probabilities ("got mixed torch.Tensor and DTensor"); set actor.strategy=fsdp, or use_fused_kernels=False'
+)
+
+
+def sharded_head(config: VerlConfig) -> Iterator[str]:
+    """Why fused kernels do not find the weights of the head."""
+    model = str(config.said.get(f"actor_rollout_ref.{MODEL_PATH}"))
+    fused = config.strategy == "fsdp2" and config.is_on("actor_rollout_ref.model.use_fused_kernels")
+    if fused and catalogue.text_config(model).get("tie_word_embeddings") is False:
+        yield SHARDED_HEAD
+
+
+def _fused(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    yield from sharded_head(config)
+
+
 def _misspelt(config: VerlConfig, batch: Batch) -> Iterator[str]:
     yield from typos(config)
 
 
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
-    _misspelt, _at_start, _late, _baseline, _sequence_parallel, critic_rules,
+    _misspelt, _at_start, _late, _baseline, _sequence_parallel, _fused, critic_rules,
 )  # fmt: skip
