@@ -22,6 +22,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import adapter_bytes
+from autofit.forecast.advice import cheapest_changes
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_log import VerlLog, read_log
@@ -52,6 +53,7 @@ QWEN: dict[str, object] = {
     f"{ROLLOUT}.n": 5, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 32,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
 }  # fmt: skip
+GIB = 1 << 30
 PPO: dict[str, object] = {
     "algorithm.adv_estimator": "gae", "critic.model.path": "Qwen/Qwen2.5-7B-Instruct", "critic.use_dynamic_bsz": True,
 }  # fmt: skip
@@ -549,6 +551,37 @@ def test_micro_batches_of_samples_have_no_budget_to_vary() -> None:
     plain = space_of(use_dynamic_bsz=False)
     assert len({plain.params(c)["ppo_micro_batch_size_per_gpu"] for c in plain.candidates()}) > 1
     assert "ppo_max_token_len_per_gpu" not in plain.params(plain.baseline)
+
+
+def law(values: Mapping[str, object]) -> ProbeResult:
+    """Bytes that grow with the budget, a whole gradient while it waits, an engine that starts in 0.4 of the card."""
+    share, tokens = cast(float, values["gpu_memory_utilization"]), cast(int, values["ppo_max_token_len_per_gpu"])
+    gradient = 16 if values["use_no_sync_for_gradient_accumulation"] else 2
+    weights = 2 if values["param_offload"] else 10
+    parts = {
+        "rollout": {"vLLM": round(40 * share), "weights": weights, "optimizer": 8},
+        "update": {"vLLM": 2, "weights": 10, "optimizer": 8, "logits": tokens // 1024, "gradients": gradient},
+    }
+    held = {name: {part: GIB * size for part, size in of.items()} for name, of in parts.items()}
+    used = max(sum(of.values()) for of in held.values())
+    starts = share >= 0.4
+    return ProbeResult(
+        status=ProbeStatus.FIT if starts and used <= 40 * GIB else ProbeStatus.OOM, device="sim:h100", step_s=(10.0,),
+        device_used_bytes=used, least_capacity_bytes=used if starts else None, categories=held if starts else {},
+        oom_phase=None if starts else "load",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_what_fits_is_found_beside_a_share_in_which_the_engine_does_not_start(share: float) -> None:
+    """All settings at once were tried with the least share, which fails, so that no change was said to be enough."""
+    recipe = space_of(use_dynamic_bsz=True, gpu_memory_utilization=share).recipe
+    base = law(recipe.values)
+    found = cheapest_changes(recipe, "sim:h100", law, capacity_bytes=40 * GIB, base=base, workers=1).changes
+    assert found
+    for change in found:
+        assert law({**recipe.values, **change.changes}).status is ProbeStatus.FIT
+    assert ("gpu_memory_utilization" in found[0].changes) == (share == 0.8)  # in which the rollout is too large
 
 
 # -- the phases -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from autofit.space.traits import Traits, traits_of
 MICRO, ROLLOUT = "micro-batch", "rollout"
 ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
 SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing", "enable_gradient_checkpointing")
 _AS = {MICRO: "per_device_train_batch_size", ROLLOUT: "steps_per_generation"}  # whose place in the order they have
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
@@ -102,6 +102,11 @@ class Levers:
     def others(self, name: str) -> tuple[Value, ...]:
         """The values of a knob besides the recipe's own, valid by themselves."""
         return tuple(v for v in self._listed[name][1] if v != self.own[name] and self.candidate({name: v}))
+
+    @property
+    def share(self) -> str:
+        """The setting of the card's share for a rollout engine, under which an engine may not start."""
+        return self.space.keys.engine_share or SHARE
 
     def quicker(self, name: str) -> tuple[Value, ...]:
         """The value of a knob to try for its speed: () where there is none.
