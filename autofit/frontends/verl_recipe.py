@@ -294,7 +294,7 @@ _SGLANG = (
 )
 _WHOLE_GRADIENT = (
     "between the micro-batches of an optimizer step each card holds the gradient of all weights, told as temporaries "
-    f"(verl's default since 0.9); ++{FSDP}.use_no_sync_for_gradient_accumulation=False keeps its share alone"
+    "(verl's default since 0.9); only its share with actor.fsdp_config.use_no_sync_for_gradient_accumulation=False"
 )
 _RAY = (
     "what Ray, vLLM's processes and the samples of a generation take of host memory is not counted; where it is short, "

@@ -10,9 +10,9 @@ while it sleeps, since vLLM unmaps them without telling torch: both are added, a
 
 A simulated generation has completions of full length. Of a row with `completions`, whose lengths its log tells, the
 engine's law has as many of the least, mean and most length, in the row's settings. Such a verl gave the weights to the
-engine inside of its timer `gen`. A row of `one_step` is the first: its update also locks the host's memory for the
-optimizer's states, which verl moves there at its end (`to("cpu", non_blocking=True)`). With `v0` the engine is vLLM's first, which leaves the card idle between two steps and
-launches adapters slower.
+engine inside of its timer `gen`. With `v0` the engine is vLLM's first, which leaves the card idle between two steps and
+launches adapters slower. A row of `one_step` is the first, whose update also locks the host's memory for the
+optimizer's states: verl moves them there at its end (`to("cpu", non_blocking=True)`).
 """
 
 import json
