@@ -10,13 +10,16 @@ _UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|B|s)\b)")  # the blank before it
 _HELD = "\xa0"  # a blank that no line ends with
 
 
-def wrapped(line: str, width: int) -> list[str]:
+def wrapped(line: str, width: int, *, label: int = 0) -> list[str]:
     """`line` in lines of at most `width` columns; a word that is longer stays whole.
 
-    Options for a shell come last, on lines of their own, which a shell joins again.
+    Options for a shell come last, on lines of their own, which a shell joins again. With a `label` of so many columns
+    the lines after the first stand under what follows it.
     """
     if len(line) <= width:
         return [line]
+    if label:
+        return _folded(line, width, " " * label)
     indent = line[: len(line) - len(line.lstrip())]
     if _FILE in line:
         said, _, change = line.partition(_FILE)
@@ -48,9 +51,9 @@ def _joined(options: list[str], width: int, indent: str) -> list[str]:
     return found
 
 
-def on_terminal(text: str, *, is_terminal: bool) -> str:
+def on_terminal(text: str, *, is_terminal: bool, label: int = 0) -> str:
     """`text` for a terminal of any width; as it is where a program reads it."""
     if not is_terminal:
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(part for line in text.splitlines() for part in wrapped(line, width))
+    return "\n".join(part for line in text.splitlines() for part in wrapped(line, width, label=label))

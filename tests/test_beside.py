@@ -21,6 +21,8 @@ from autofit.recipe.keys import Tier
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import set_options
+from autofit.space.knob import Knob
+from autofit.space.space import Space
 from autofit.tuning.frontier import Trial
 
 Values = Mapping[str, object]
@@ -192,3 +194,17 @@ def test_only_micro_batches_that_divide_the_batch_are_tried() -> None:
     levers = Levers.of(recipe, "sim:h100")
     assert levers.strengths[MICRO] == (2, 1)
     assert levers.candidate({MICRO: 3}) is None
+
+
+def test_a_number_is_tried_one_step_towards_what_may_be_faster() -> None:
+    """0.3 was tried in place of a share of 0.6, and one card an engine in place of eight."""
+    knobs = (
+        Knob(name="vllm_gpu_memory_utilization", tier="neutral", values=(0.3, 0.5, 0.7), memory_ascending=True),
+        Knob(name="vllm_tensor_parallel_size", tier="neutral", values=(1, 2, 4, 8)),
+        Knob(name="dtype", tier="approximate", values=("bfloat16",), memory_ascending=True),
+    )
+    own: dict[str, object] = {"vllm_gpu_memory_utilization": 0.5, "vllm_tensor_parallel_size": 8, "dtype": None}
+    levers = Levers(Space.of(grpo_recipe(**own), knobs, allow="recipe", device="sim:h100"))
+    assert [levers.quicker(knob.name) for knob in knobs] == [(0.7,), (4,), ("bfloat16",)]
+    most = Levers(Space.of(grpo_recipe(vllm_gpu_memory_utilization=0.7), knobs[:1], device="sim:h100"))
+    assert most.quicker("vllm_gpu_memory_utilization") == ()

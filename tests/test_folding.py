@@ -152,6 +152,7 @@ def test_a_sentence_is_wrapped_between_words_and_its_options_stay_a_command() ->
     ]
     assert wrapped(line, 40)[-2:] == ["    --set dtype=bfloat16 \\", "    --set optim=adamw_8bit"]
     assert wrapped("a" * 90, 60) == ["a" * 90]
+    assert wrapped("  tool: one two three", 15, label=8) == ["  tool: one two", "        three"]
 
 
 def test_a_change_in_the_users_own_file_begins_a_line() -> None:

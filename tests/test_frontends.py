@@ -89,6 +89,8 @@ def test_the_micro_batch_of_verl_changes_no_effective_batch_and_sequence_paralle
 def test_a_reference_or_lora_is_told_only_where_verl_makes_one() -> None:
     assert "none: use_kl_loss" in facts(verl_file())["reference"]
     assert "a second copy of the model, actor.kl_loss_coef 0.001" in facts(verl_file(use_kl_loss=True))["reference"]
+    lora = {**verl_file(use_kl_loss=True), "actor_rollout_ref.model.lora_rank": 32}
+    assert facts(lora)["reference"].startswith("the model without its adapters, no second copy, actor.kl_loss_coef")
     assert facts(verl_file(lora_rank=0))["trained"] == "all weights"
     assert facts(verl_file(lora_rank=32))["trained"] == "LoRA of rank 32"
 
@@ -173,6 +175,16 @@ def test_a_script_is_read_with_its_variables_defaults_and_sums_and_nothing_of_it
         ("case $A in\n  gpu)\n    n=8\n  ;;\n  npu)\n    n=16\n  ;;\nesac\nx.y=$n", None),
         ("N=${N:-}\nx.y=${N:-4}", 4), ("a=$((2 * 3))\nx.y=$(((a + 2) * 2))", 16), ("x.y=${N:-$((1024 * 2))}", 2048),
         ("x.y=$(nproc)", None), ("x.y=$N", None), ("x.y=1 x.y=2", 2), ("x.y=1\nx.y=2", None),
+        ("A=gpu\ncase $A in\n  gpu)\n    n=8\n  ;;\n  npu)\n    n=16\n  ;;\nesac\nx.y=$n", 8),
+        ("case b in a|b) n=8;; *) n=16;; esac\nx.y=$n", 8), ("case c in a) ;; b) n=1;; *) n=16; esac\nx.y=$n", 16),
+        ("case b in $A) n=1;; b) n=2;; esac\nx.y=$n", None), ("n=1\nif [ a = b ]; then n=2; fi\nx.y=$n", 1),
+        ('n=1\nif [ "${A:-}" = "" ]; then\nn=2\nelse\nn=3\nfi\nx.y=$n', 2), ("if [ 2 -gt 1 ]; then\nx.y=1\nfi", 1),
+        ("if [ a = b ]; then n=1\nelif [[ a == a ]]\nthen n=2\nelse n=3; fi\nx.y=$n", 2),
+        ("n=1\nif [ a = a ] && [ $B ]; then n=2; fi\nx.y=$n", None),
+        ("n=1\nif [ $B ]; then n=2; elif [ a = a ]; then n=3; fi\nx.y=$n", None),
+        ("n=1\nif [ a = b ]; then if [ $B ]; then n=2; else n=3; fi; fi\nx.y=$n", 1),
+        ("for i in 1 2; do if [ a = a ]; then n=2; fi; done\nx.y=$n", None),
+        ("A=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)\nx.y=$A", "gpu"),
         ("if true; then\nx.y=1\nfi", None), ("x.y=1  # x.y=2", 1), ("a=$b\nb=$a\nx.y=$a", None),
     ],
 )  # fmt: skip
@@ -206,6 +218,15 @@ def test_a_value_that_only_the_machine_knows_takes_no_default_in_its_place(tmp_p
     told = explain(tmp_path / "run.sh", ranks=32)
     assert told.unread == ()
     assert "over all 32 GPUs" in dict(told.lines)["effective batch"]
+
+
+def test_a_script_that_asks_for_npus_is_read_for_the_cards_that_are_simulated_and_says_so(tmp_path: Path) -> None:
+    asks = "A=${A:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\n"
+    text = SCRIPT.replace("\n", f"\n{asks}case $A in gpu) c=8;; npu) c=16;; esac\n", 1)
+    (tmp_path / "run.sh").write_text(f"{text.rstrip()} trainer.n_gpus_per_node=$c\n")
+    found = explain(tmp_path / "run.sh")
+    assert (found.unread, found.notes) == ((), (verl.NVIDIA,))
+    assert "over all 16 GPUs" in dict(found.lines)["effective batch"]
 
 
 def test_a_script_with_another_engine_is_not_taken_for_fsdp(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -22,6 +22,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import adapter_bytes
+from autofit.forecast.advice import cheapest_changes
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_log import VerlLog, read_log
@@ -37,6 +38,8 @@ from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.source import Source
 from autofit.recipe.spread import spread
+from autofit.space.knob import load_space
+from autofit.space.space import Space
 from autofit.trainers.verl import TRAINER
 from autofit.tuning.record import StudyRecord
 
@@ -50,6 +53,7 @@ QWEN: dict[str, object] = {
     f"{ROLLOUT}.n": 5, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 32,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
 }  # fmt: skip
+GIB = 1 << 30
 PPO: dict[str, object] = {
     "algorithm.adv_estimator": "gae", "critic.model.path": "Qwen/Qwen2.5-7B-Instruct", "critic.use_dynamic_bsz": True,
 }  # fmt: skip
@@ -244,6 +248,20 @@ def test_a_key_that_is_bounded_or_has_no_effect_is_told_in_a_note(changed: dict[
     assert any(message in note for note in verl_recipe.recipe({**QWEN, **changed}).notes)
 
 
+def test_gradients_that_wait_for_the_last_micro_batch_are_told_with_what_turns_them_off() -> None:
+    def told(**changed: object) -> bool:
+        notes = verl_recipe.recipe({**QWEN, **changed}).notes
+        return any("holds the gradient of all weights" in note for note in notes)
+
+    assert told()
+    assert not told(**{f"{FSDP}.use_no_sync_for_gradient_accumulation": False})
+    assert not told(**{"actor_rollout_ref.model.lora_rank": 8})
+    assert not told(**{f"{ACTOR}.ppo_micro_batch_size_per_gpu": 160})  # one micro-batch a step
+    packed = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 16384}
+    assert told(**packed)
+    assert not told(**packed | {f"{ACTOR}.ppo_max_token_len_per_gpu": 160 * 1536})
+
+
 def test_host_memory_is_told_as_verl_loads_and_as_vllm_sleeps() -> None:
     def once(model: str) -> object:
         launch: Any = verl_recipe.recipe({**QWEN, "actor_rollout_ref.model.path": model}).values["launch"]
@@ -279,6 +297,7 @@ REFUSED = [
     ({"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
      "distillation with forward_kl_topk, which computes on the logits"),
     ({"actor_rollout_ref.model.path": "openbmb/MiniCPM-o-2_6"}, "MiniCPM-o-2_6 trains on images, video or sound"),
+    ({f"{ACTOR}.strategy": "fsdp2", "actor_rollout_ref.model.use_fused_kernels": True}, "reads the shards of a head"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 7}, "must divide the samples of a rank"),
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, "must be set, or"),
     ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None}, "log_prob_micro_batch_size_per_gpu must be"),
@@ -488,6 +507,81 @@ def test_a_log_is_held_against_the_actors_bytes_and_all_optimizer_steps_of_a_gen
     assert rows["reserved"].off is None
     assert "timing_s/ref" not in rows
     assert rows["timing_s/gen"].text().split() == ["timing_s/gen", "22.0", "s", "20.0", "s", "+10.0%"]
+
+
+# -- the space --------------------------------------------------------------------------------------------------------
+
+
+def space_of(**changes: object) -> Space:
+    values: dict[str, object] = {
+        **asdict(Settings(model_path="Qwen/Qwen2.5-7B-Instruct")), "ppo_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 64, "steps_per_generation": 64, "max_prompt_length": 1024,
+        "max_response_length": 2048, "ppo_max_token_len_per_gpu": 24576, "log_prob_max_token_len_per_gpu": 49152,
+        "ref_log_prob_max_token_len_per_gpu": 24576, **changes,
+    }  # fmt: skip
+    recipe = Recipe(
+        trainer="verl", values=values, resolved=values, keys=TRAINER.keys, launch=Launch(ranks=8, sharding="fsdp1"),
+        model="Qwen/Qwen2.5-7B-Instruct", longest_prompt_tokens=1024,
+    )  # fmt: skip
+    return Space.of(recipe, load_space("verl", trainer="verl"), device="sim:h100")
+
+
+def test_packed_micro_batches_vary_by_their_tokens_which_hold_whole_samples() -> None:
+    """A search varied the samples of a micro-batch, which verl does not read beside use_dynamic_bsz."""
+    packed, budget = space_of(use_dynamic_bsz=True), "ppo_max_token_len_per_gpu"
+    assert "packed by tokens" in packed.left_out["ppo_micro_batch_size_per_gpu"]
+    values = {packed.params(c)[budget] for c in packed.candidates()}
+    assert values == {3072 * n for n in (1, 2, 4, 8, 16, 32)}
+    change = packed.changes(packed.settled({**packed.params(packed.baseline), budget: 6144}))
+    assert change == {budget: 6144, "log_prob_max_token_len_per_gpu": 12288, "ref_log_prob_max_token_len_per_gpu": 6144}
+    assert "64 samples, packed by tokens, x 8 rank(s)" in dict(packed.recipe.describe())["effective batch"]
+    shared = space_of(use_dynamic_bsz=True, ulysses_sequence_parallel_size=4)
+    assert min(cast(int, shared.params(c)[budget]) for c in shared.candidates()) == 768  # of each of four ranks
+    uneven = space_of(use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=10000)  # 10,000 / 8 is whole, / 16 is none
+    assert {uneven.params(c)[budget] for c in uneven.candidates()} == {3072 * n for n in (1, 2, 4, 8, 16, 32)}
+
+
+def test_a_search_takes_one_sample_of_a_prompt_where_the_recipe_has_one() -> None:
+    """PPO needs no group; its scripts had no candidate."""
+    assert len(list(space_of(rollout_n=1).candidates())) > 1
+    assert all(space_of(rollout_n=2).params(c).get("rollout_n", 2) == 2 for c in space_of(rollout_n=2).candidates())
+
+
+def test_micro_batches_of_samples_have_no_budget_to_vary() -> None:
+    plain = space_of(use_dynamic_bsz=False)
+    assert len({plain.params(c)["ppo_micro_batch_size_per_gpu"] for c in plain.candidates()}) > 1
+    assert "ppo_max_token_len_per_gpu" not in plain.params(plain.baseline)
+
+
+def law(values: Mapping[str, object]) -> ProbeResult:
+    """Bytes that grow with the budget, a whole gradient while it waits, an engine that starts in 0.4 of the card."""
+    share, tokens = cast(float, values["gpu_memory_utilization"]), cast(int, values["ppo_max_token_len_per_gpu"])
+    gradient = 16 if values["use_no_sync_for_gradient_accumulation"] else 2
+    weights = 2 if values["param_offload"] else 10
+    parts = {
+        "rollout": {"vLLM": round(40 * share), "weights": weights, "optimizer": 8},
+        "update": {"vLLM": 2, "weights": 10, "optimizer": 8, "logits": tokens // 1024, "gradients": gradient},
+    }
+    held = {name: {part: GIB * size for part, size in of.items()} for name, of in parts.items()}
+    used = max(sum(of.values()) for of in held.values())
+    starts = share >= 0.4
+    return ProbeResult(
+        status=ProbeStatus.FIT if starts and used <= 40 * GIB else ProbeStatus.OOM, device="sim:h100", step_s=(10.0,),
+        device_used_bytes=used, least_capacity_bytes=used if starts else None, categories=held if starts else {},
+        oom_phase=None if starts else "load",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_what_fits_is_found_beside_a_share_in_which_the_engine_does_not_start(share: float) -> None:
+    """All settings at once were tried with the least share, which fails, so that no change was said to be enough."""
+    recipe = space_of(use_dynamic_bsz=True, gpu_memory_utilization=share).recipe
+    base = law(recipe.values)
+    found = cheapest_changes(recipe, "sim:h100", law, capacity_bytes=40 * GIB, base=base, workers=1).changes
+    assert found
+    for change in found:
+        assert law({**recipe.values, **change.changes}).status is ProbeStatus.FIT
+    assert ("gpu_memory_utilization" in found[0].changes) == (share == 0.8)  # in which the rollout is too large
 
 
 # -- the phases -------------------------------------------------------------------------------------------------------
@@ -843,3 +937,13 @@ def test_a_simulated_rank_holds_the_bytes_of_a_real_one_under_fsdp2(
         print(f"rank {found.rank}: real {found.allocator_bytes}, simulated {gpu.peak_requested_bytes}")
         assert gpu.peak_requested_bytes == pytest.approx(found.allocator_bytes, rel=0.01)
         assert max(report.peaks, key=lambda phase: report.peaks[phase]) == "update"
+
+
+def test_fused_kernels_are_refused_where_fsdp2_shards_the_head_by_itself(model: Path, tmp_path: Path) -> None:
+    """The simulation ended as verl does: aten.mm.default got mixed torch.Tensor and DTensor."""
+    inspection = Inspection(device="sim:h100", worst_case=WorstCase(path=worst_case_path(tmp_path)), ranks=2)
+    launch = Launch(ranks=2, sharding="fsdp2").to_values()
+    with pytest.raises(ConfigError, match="reads the shards of a head"):
+        TRAINER.inspect({**values_of(model, use_fused_kernels=True), LAUNCH: launch}, inspection)
+    assert "use_fused_kernels" in TRAINER.inspect({**values_of(model), LAUNCH: launch}, inspection).left_out
+    assert not TRAINER.inspect({**values_of(model), LAUNCH: {**launch, "sharding": "fsdp1"}}, inspection).left_out

@@ -26,6 +26,7 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.ranks import nccl_bytes
 from autofit.frontends import verl_recipe
+from autofit.frontends.verl_rules import SHARDED_HEAD
 from autofit.frontends.verl_settings import SGLANG, Settings
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import go_offline_without_a_hub, model_config
@@ -44,7 +45,7 @@ from autofit.plugin.protocol import (
     Task,
 )
 from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH
+from autofit.recipe.launch import LAUNCH, Launch
 
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss
@@ -320,14 +321,16 @@ class VerlTrainer(LoopTrainer):
     keys: ClassVar[BatchKeys] = BatchKeys(
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
+        packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
     )  # fmt: skip
 
     @property
     def compared(self) -> tuple[str, ...]:
         """The keys of its space: a proof of any of them is refused in one sentence, as nothing trains here."""
         return (
-            *super().compared, "steps_per_generation", "enable_gradient_checkpointing", "param_offload",
-            "optimizer_offload", "gpu_memory_utilization",
+            *super().compared, "steps_per_generation", "ppo_max_token_len_per_gpu", "enable_gradient_checkpointing",
+            "param_offload", "optimizer_offload", "gpu_memory_utilization", "tensor_model_parallel_size",
+            "use_no_sync_for_gradient_accumulation",
         )  # fmt: skip
 
     def loop(self, settings: Any, setup: Setup) -> Loop:
@@ -348,12 +351,16 @@ class VerlTrainer(LoopTrainer):
         settings = self.parse(given)
         facts = super().inspect(given, replace(inspection, ranks=1))
         go_offline_without_a_hub()
+        alone = _reads_shards_of_the_head(values, settings, inspection)
+        if alone and settings.use_fused_kernels:
+            raise ConfigError(SHARDED_HEAD)
         parameters = self._keep_model(settings, inspection)
         itemsize = DTYPES[settings.model_dtype].itemsize
         return replace(
             facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
             model_parameters=parameters, weights_bytes=parameters * itemsize,
             resolved=asdict(settings), version=verl_recipe.VERSION,
+            left_out={"use_fused_kernels": SHARDED_HEAD} if alone else {},
         )  # fmt: skip
 
     def _keep_model(self, settings: Settings, inspection: Inspection) -> int:
@@ -398,6 +405,14 @@ def _text_config(settings: Settings, name: str, key: str) -> Any:
     if hasattr(config, "vision_config"):
         raise ConfigError(f"{name} has a vision tower, which is not simulated for verl; take a text model")
     return config
+
+
+def _reads_shards_of_the_head(values: Mapping[str, object], settings: Settings, inspection: Inspection) -> bool:
+    """Whether fused kernels would read weights of the head that FSDP2 has sharded."""
+    if inspection.device == "cpu" or Launch.of(values).sharding != "fsdp2":
+        return False
+    config = _text_config(settings, settings.model_path, "model_path")
+    return not getattr(config, "tie_word_embeddings", False)
 
 
 def _check_values(config: Any) -> None:

@@ -33,16 +33,25 @@ class LaunchArguments(TypedDict):
 DONE, NOTHING_FITS, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
-def say(text: str) -> None:
-    """Print to stderr, in one write: simulations beside each other say theirs from threads."""
+def say(text: str, *, label: int = 0) -> None:
+    """Print to stderr, in one write: simulations beside each other say theirs from threads.
+
+    With a `label` of so many columns the lines after the first stand under what follows it.
+    """
     with SCREEN:
-        sys.stderr.write(on_terminal(text, is_terminal=sys.stderr.isatty()) + "\n")
+        sys.stderr.write(on_terminal(text, is_terminal=sys.stderr.isatty(), label=label) + "\n")
         sys.stderr.flush()
 
 
 def show_line(text: str) -> None:
     """Print to stdout."""
     print(on_terminal(text, is_terminal=sys.stdout.isatty()))
+
+
+def show_fact(name: str, text: str) -> None:
+    """Print `name: text`, the names of several such lines one under another."""
+    label = f"{name:>16}: "
+    print(on_terminal(label + text, is_terminal=sys.stdout.isatty(), label=len(label)))
 
 
 def stranger_in(packages: Path) -> str | None:
@@ -64,7 +73,8 @@ def hears(event: "Event") -> None:
     """Say an event; what was interrupted stops its work in peace."""
     if event.interrupted:
         ignore_interrupts()
-    say(str(event))
+    said = str(event)
+    say(said, label=len(said) - len(event.text) if event.label else 0)
 
 
 def streams(event: "Event") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_line, stream
+from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_fact, show_line, stream
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.recipe.profile import TRAINERS, recipe_text, trainer_of_data
@@ -46,7 +46,7 @@ class Printed:
         if self._streaming:
             stream("note", self._lines[-1])
         elif not self._as_json:
-            show_line(f"{label:>16}: {text}")
+            show_fact(label, text)
 
     def ended(self, code: int) -> int:
         """The exit code `code`, once the whole is printed."""

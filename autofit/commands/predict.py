@@ -20,8 +20,8 @@ from autofit.commands.common import (
     say,
     settings,
     show,
+    show_fact,
     show_found,
-    show_line,
     show_lines,
     stream,
     streams,
@@ -88,14 +88,17 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _show(found: "Explanation") -> None:
+    from autofit.frontends import verl
+
     for name, text in found.lines:
-        show_line(f"{name:>16}: {text}")
+        show_fact(name, text)
     for text in found.wrong:
-        show_line(f"{'error':>16}: {text}")
+        show_fact("error", text)
     for text in found.notes:
-        show_line(f"{'note':>16}: {text}")
+        show_fact("note", text)
     if found.unread:
-        show_line(f"{'not read':>16}: {', '.join(found.unread)}: the script does not say the value for certain")
+        gpus = "; --num-processes N gives the GPUs" if any(key in verl.GPUS for key in found.unread) else ""
+        show_fact("not read", f"{', '.join(found.unread)}: the script does not say the value for certain{gpus}")
 
 
 def fit_check(options: argparse.Namespace) -> int:

@@ -140,7 +140,8 @@ class _Search:
         every = [n for n in names if frozenset({n}) not in self.broken]
         if self._is_hopeless(frozenset(every)):  # by what was learned since
             return
-        for within in dict.fromkeys((frozenset(every) - {QUANTIZATION}, frozenset(every))):
+        spared = ({QUANTIZATION, self.levers.share}, {QUANTIZATION}, set[str]())  # a share may be too small to start in
+        for within in dict.fromkeys(frozenset(every) - some for some in spared):
             if len(within) > 1 and not self.found and self._is_open(within):
                 self._settle(within, self._start(within))
                 if within in self.found:

@@ -95,7 +95,7 @@ class Bounds:
     def _share(self, name: str, before: Value, after: Value, phase: str, category: str) -> float:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
-        if name == MICRO:
+        if name in (MICRO, keys.budget):
             scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer")
             return number(after) / number(before) if scales else 1.0
         if name == ROLLOUT:
@@ -116,7 +116,7 @@ class Bounds:
             return self._quantised(str(after)) if category == "weights" else 1.0
         if name == "lora_r" and isinstance(after, int) and isinstance(before, int):
             return after / before if category in _TRAINED else 1.0
-        if name == SHARE and isinstance(after, float) and isinstance(before, float):
+        if name in (SHARE, keys.engine_share) and isinstance(after, float) and isinstance(before, float):
             return after / before if category == "vLLM" else 1.0
         return self._unscaled(name, phase, category)
 

@@ -83,9 +83,7 @@ def _others(levers: Levers) -> list[Assignment]:
     keys = levers.space.keys
     sizes = (MICRO, ROLLOUT, keys.group, keys.completion, keys.length, *CHECKPOINTING)
     tried = [n for n in levers.own if n not in sizes and levers.traits(n).speed != "none"]
-    return [
-        {name: value} for name in sorted(tried, key=lambda n: _turn(levers, n)) for value in levers.others(name)[:1]
-    ]
+    return [{name: value} for name in sorted(tried, key=lambda n: _turn(levers, n)) for value in levers.quicker(name)]
 
 
 def _turn(levers: Levers, name: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from autofit.space.traits import Traits, traits_of
 MICRO, ROLLOUT = "micro-batch", "rollout"
 ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
 SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing", "enable_gradient_checkpointing")
 _AS = {MICRO: "per_device_train_batch_size", ROLLOUT: "steps_per_generation"}  # whose place in the order they have
 _MOST_ROWS = 1000  # combinations that are looked at; a set of settings whose strongest all clash is given up
 
@@ -102,6 +102,26 @@ class Levers:
     def others(self, name: str) -> tuple[Value, ...]:
         """The values of a knob besides the recipe's own, valid by themselves."""
         return tuple(v for v in self._listed[name][1] if v != self.own[name] and self.candidate({name: v}))
+
+    @property
+    def share(self) -> str:
+        """The setting of the card's share for a rollout engine, under which an engine may not start."""
+        return self.space.keys.engine_share or SHARE
+
+    def quicker(self, name: str) -> tuple[Value, ...]:
+        """The value of a knob to try for its speed: () where there is none.
+
+        Of numbers in the order of their memory the next larger one, as less memory is seldom faster; of other whole
+        numbers the nearest below the recipe's own, else above it.
+        """
+        own, others = self.own[name], self.others(name)
+        numbers = [v for v in (own, *others) if isinstance(v, int | float) and not isinstance(v, bool)]
+        knob, whole = self._listed[name][0], all(isinstance(number, int) for number in numbers)
+        if len(numbers) <= len(others) or not (knob.memory_ascending or whole):
+            return others[:1]
+        above = sorted(number for number in numbers if number > numbers[0])
+        below = sorted((number for number in numbers if number < numbers[0]), reverse=True)
+        return tuple(above[:1] if knob.memory_ascending else (below + above)[:1])
 
     def larger(self, name: str) -> tuple[int, ...]:
         """The larger values of the micro-batch or the rollout, valid by themselves, in ascending order."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
+from autofit.frontends.branches import Branches
 from autofit.frontends.sharing import near
 from autofit.recipe.yaml_file import MOST_BYTES, parse_yaml, read_yaml_mapping
 
@@ -20,7 +21,10 @@ _ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and b
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\w+|[@*#?$!]")
 _VARIABLE = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+])(.*))?", re.DOTALL)
-_OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
+# What a script asks to learn whether its machine has Ascend's NPUs, and what it prints with them and without.
+ASKS_FOR_NPUS = re.compile(
+    r"""python3?\s+-c\s+(['"])import torch_npu\1(?:\s*[2&]?>\s*[\w/]+)*\s*&&\s*echo\s+(\w+)\s*\|\|\s*echo\s+(\w+)"""
+)
 _SEPARATORS = ";&|\n)"
 _DEEPEST = 20
 
@@ -53,22 +57,15 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
     With `likely`, a variable that conditions set has the first value that one of them gives it.
     """
     known: dict[str, str] = {}
-    depth, sure = 0, True  # whether the statement before this one was an assignment that is certain
+    branches, sure = Branches(), True  # whether the statement before this one was an assignment that is certain
     scanner = _Scanner(text, known)
     for words in scanner.statements():
         start, end = scanner.start, scanner.end
-        while words and words[0] in ("then", "else", "elif", "do", "{", "}", "!", "time", "exec", "nohup"):
-            words = words[1:]
-        if not words:
-            continue
-        if words[0] in _OPENS:
-            depth += 1
-        elif words[0] in _CLOSES:
-            depth = max(0, depth - 1)
+        if not (words := branches.statement(words, scanner.after)):
             continue
         declares = words[0] in ("export", "declare", "local", "readonly")
         rest = [word for word in words[1:] if not word.startswith("-")] if declares else list(words)
-        sure = depth == 0 and "||" not in scanner.after and (sure or "&&" not in scanner.after)
+        sure = branches.certain and "||" not in scanner.after and (sure or "&&" not in scanner.after)
         own: dict[str, str] = {}
         while rest and (found := _ASSIGNMENT.fullmatch(rest[0])):
             name, before = found[1], known.get(found[1])
@@ -80,7 +77,7 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
         sure = False
         rest = [part for word in rest for part in word.replace(_ARRAY, "").split(_BETWEEN)]
         variables = {**known, **own}
-        yield Command(tuple(rest[1:] if rest[0] == "env" else rest), variables, depth > 0, start, end)
+        yield Command(tuple(rest[1:] if rest[0] == "env" else rest), variables, not branches.certain, start, end)
 
 
 def _assigned(before: str | None, value: str, *, more: bool, sure: bool, likely: bool) -> str:
@@ -302,7 +299,12 @@ class _Scanner:
         return " ".join(words).replace(_BETWEEN, " ")
 
     def _of_command(self, text: str) -> str:
-        """What a command prints: the sum of `expr`; of all others it is not known."""
+        """What a command prints: the sum of `expr`; of all others it is not known.
+
+        The cards are NVIDIA's, so a question for NPUs has no for its answer.
+        """
+        if asked := ASKS_FOR_NPUS.fullmatch(text.strip()):
+            return asked[3]
         words = self._filled(text)
         return _sum(words.removeprefix("expr ").replace("\\*", "*")) if words.startswith("expr ") else UNSURE
 
@@ -311,7 +313,7 @@ def _without_redirections(words: list[str]) -> list[str]:
     found: list[str] = []
     skip = False
     for word in words:
-        if word in "<>":
+        if word in ("<", ">"):
             skip = True
         elif skip:
             skip = False

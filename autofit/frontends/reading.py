@@ -139,9 +139,10 @@ def _script(path: Path, ranks: int | None) -> Explanation:
     found, unread = verl.overrides(text)
     found = dict(verl.on_gpus(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
-    if batch:  # no default in place of a value that is only known where the script runs
-        return replace(verl_rules.explain({**found, **dict.fromkeys(batch, verl.UNSURE)}), unread=tuple(batch))
-    return verl_rules.explain(found)
+    notes = (verl.NVIDIA,) if verl.asks_for_npus(text) else ()
+    # no default in place of a value that is only known where the script runs
+    explained = verl_rules.explain({**found, **dict.fromkeys(batch, verl.UNSURE)})
+    return replace(explained, unread=tuple(batch), notes=notes)
 
 
 def _partly(values: Mapping[str, object]) -> str:

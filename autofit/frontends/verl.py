@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from autofit.errors import ConfigError
+from autofit.frontends.command import ASKS_FOR_NPUS, Command, commands
 from autofit.frontends.command import UNSURE as OPEN
-from autofit.frontends.command import Command, commands
 from autofit.recipe.yaml_file import parse_yaml
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _FSDP = f"{ACTOR}.fsdp_config"
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
 MODEL_PATH = "model.path"  # ends the keys of the actor's model and the critic's
+GPUS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 UNSURE = "?"  # a value that is not said for certain, in whose place no default may stand
 _MATTERS_LITTLE = (  # where these are not certain, a rule may stay unsaid, and nothing else changes
     "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "data.max_prompt_length",
@@ -184,6 +185,14 @@ def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str,
 
 _ENTRY = "verl.trainer.main_ppo"
 _OVERRIDE = re.compile(r"(?:\+{0,2}(model_engine|[a-z_]+(?:\.[a-z0-9_]+)+)|--(config-name))=(.*)", re.DOTALL)
+
+
+# What is taken for granted where a script has other values for Ascend's cards.
+NVIDIA = "the script asks for torch_npu; its values for NVIDIA's cards were read, not those for Ascend's NPUs"
+
+
+def asks_for_npus(text: str) -> bool:
+    return ASKS_FOR_NPUS.search(text) is not None
 
 
 def starts_verl(text: str) -> bool:

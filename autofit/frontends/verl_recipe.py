@@ -4,6 +4,7 @@ Defaults are those of verl at commit 1dda039b (0.9): verl/trainer/config/_genera
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -14,9 +15,11 @@ from autofit.frontends.foreign import Foreign
 from autofit.frontends.verl import (
     DEFAULTS,
     MODEL_PATH,
+    NVIDIA,
     UNSURE,
     Batch,
     VerlConfig,
+    asks_for_npus,
     batch_of,
     likely_overrides,
     on_gpus,
@@ -25,7 +28,7 @@ from autofit.frontends.verl import (
     typos,
 )
 from autofit.frontends.verl_keys import is_in_config
-from autofit.frontends.verl_rules import critic_values, has_critic
+from autofit.frontends.verl_rules import critic_values, has_critic, sharded_head
 from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R
 from autofit.recipe import catalogue
 
@@ -44,7 +47,8 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     folders = {key: str(likely[key]) for key in likely if key.endswith(MODEL_PATH) and likely[key] != UNSURE}
     for key, name in folders.items():
         likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
-    return recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
+    made = recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
+    return replace(made, notes=(*made.notes, NVIDIA)) if asks_for_npus(text) else made
 
 
 def recipe(
@@ -244,6 +248,7 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
             f"distillation with {loss}, which computes on the logits, is not simulated for verl; set "
             f"distillation.distillation_loss.loss_mode to one of {', '.join(_OF_ONE_TOKEN)}"
         )
+    yield from sharded_head(config)
     yield from _unshared(config)
     if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
         yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"
@@ -287,6 +292,10 @@ _SGLANG = (
     "takes no more: that part of the memory that is free when it starts), and with graphs and computing beside it; "
     "these and the rollout's seconds are vLLM's; with LoRA its weights stay on the card while it sleeps"
 )
+_WHOLE_GRADIENT = (
+    "between the micro-batches of an optimizer step each card holds the gradient of all weights, told as temporaries "
+    "(verl's default since 0.9); only its share with actor.fsdp_config.use_no_sync_for_gradient_accumulation=False"
+)
 _RAY = (
     "what Ray, vLLM's processes and the samples of a generation take of host memory is not counted; where it is short, "
     "Ray ends a worker at 95 % (verl's threads 429 and 2950)"
@@ -304,6 +313,19 @@ _NOT_SIMULATED = {
 _OF_ONE_TOKEN = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
+def _defers(config: VerlConfig, batch: Batch) -> bool:
+    """Whether whole gradients of all weights wait for the last micro-batch of a step."""
+    said = config.said.get(f"{FSDP}.use_no_sync_for_gradient_accumulation", True)
+    adapters = config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank")
+    if str(said).lower() in _OFF or adapters or batch.gpus == 1:
+        return False
+    if not config.is_on(f"{A}.use_dynamic_bsz"):
+        return batch.each > (batch.micro or 1)
+    tokens = sum(config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
+    budget = config.whole(f"{A}.ppo_max_token_len_per_gpu") or 1
+    return batch.each * tokens > budget * sequence_parallel(config)
+
+
 def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     yield (
         f"verl's config with the defaults of {VERSION}; all samples are taken at max_prompt_length + "
@@ -313,6 +335,8 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
     if batch is not None and batch.generation > batch.effective:
         steps = batch.generation // batch.effective * batch.epochs
         yield f"a step here is an optimizer step; a step of verl, from one rollout to the next, has {steps} of them"
+    if batch is not None and _defers(config, batch):
+        yield _WHOLE_GRADIENT
     if not config.is_on(f"{M}.use_remove_padding"):
         yield "use_remove_padding False is simulated as True: samples of full length have no padding"
     if config.is_on(f"{M}.use_liger"):

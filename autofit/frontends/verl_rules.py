@@ -10,6 +10,7 @@ from autofit.frontends.foreign import Explanation, Line
 from autofit.frontends.verl import (
     ACTOR,
     FSDP_STRATEGIES,
+    MODEL_PATH,
     REF,
     ROLLOUT,
     Batch,
@@ -19,6 +20,7 @@ from autofit.frontends.verl import (
     sequence_parallel,
     typos,
 )
+from autofit.recipe import catalogue
 
 # PPO's critic in a config of verl: its keys, the samples of its optimizer steps, and what verl does with its sizes.
 #
@@ -163,14 +165,16 @@ def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     yield Line("neutral", "ppo_micro_batch_size_per_gpu, use_dynamic_bsz with its token budget, offloads, the "
                           "rollout's tensor parallel: none changes what an optimizer step averages over")  # fmt: skip
     kl = config.is_on(f"{ACTOR}.use_kl_loss")
+    rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
+    adapters = rank is not None or "actor_rollout_ref.model.lora_adapter_path" in config.said
     if kl or config.is_on("algorithm.use_kl_in_reward"):  # trainer/ppo/utils.py, need_reference_policy
         coefficient = f", {config.told(f'{ACTOR}.kl_loss_coef')}" if kl else ", for the reward's penalty"
-        yield Line("reference", f"a second copy of the model{coefficient}")
+        model = "the model without its adapters, no second copy" if adapters else "a second copy of the model"
+        yield Line("reference", f"{model}{coefficient}")  # v1/trainer_base.py, ref_in_actor
     else:
         yield Line("reference", "none: use_kl_loss and use_kl_in_reward are off, so kl_loss_coef has no effect")
     if has_critic(config):
         yield Line("critic", critic_line(config, batch))
-    rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
     yield Line("trained", "all weights" if rank is None else f"LoRA of rank {rank}")
 
 
@@ -243,10 +247,30 @@ def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
 
 
+# The head is a unit of its own where it has weights of its own (utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and
+# the fused forwards read them without calling it (models/transformers/dense_common.py).
+SHARDED_HEAD = (
+    "use_fused_kernels with fsdp2 reads the shards of a head that has weights of its own; verl ends at the first "
+    'log-probabilities ("got mixed torch.Tensor and DTensor"); set actor.strategy=fsdp, or use_fused_kernels=False'
+)
+
+
+def sharded_head(config: VerlConfig) -> Iterator[str]:
+    """Why fused kernels do not find the weights of the head."""
+    model = str(config.said.get(f"actor_rollout_ref.{MODEL_PATH}"))
+    fused = config.strategy == "fsdp2" and config.is_on("actor_rollout_ref.model.use_fused_kernels")
+    if fused and catalogue.text_config(model).get("tie_word_embeddings") is False:
+        yield SHARDED_HEAD
+
+
+def _fused(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    yield from sharded_head(config)
+
+
 def _misspelt(config: VerlConfig, batch: Batch) -> Iterator[str]:
     yield from typos(config)
 
 
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
-    _misspelt, _at_start, _late, _baseline, _sequence_parallel, critic_rules,
+    _misspelt, _at_start, _late, _baseline, _sequence_parallel, _fused, critic_rules,
 )  # fmt: skip

@@ -30,6 +30,8 @@ class BatchKeys:
     completion: str | None = None  # tokens of the longest completion
     length: str | None = None  # tokens of the longest sample
     sharers: str | None = None  # ranks that compute parts of the same samples (sequence parallelism)
+    packed: str | None = None  # whether micro-batches are made by tokens, so that their size says nothing
+    budget: str | None = None  # tokens of such a micro-batch
     engine_share: str | None = None  # the part of the card that a rollout engine takes
     engine_length: str | None = None  # tokens of the longest sequence that it must be able to serve
 

@@ -166,6 +166,12 @@ class Recipe:
 
     def describe(self) -> list[tuple[str, str]]:
         """(name, text) rows that describe the recipe to the user."""
+        packed = self.keys.packed is not None and self.resolved.get(self.keys.packed) is True
+        each = (
+            f"{self.micro_batch_size * self.grad_accum_steps} samples, packed by tokens,"
+            if packed
+            else f"{self.micro_batch_size} micro-batch x {self.grad_accum_steps} accumulation"
+        )
         rows = [
             ("model", self.model or "?"),
             (
@@ -176,8 +182,7 @@ class Recipe:
             ),
             (
                 "effective batch",
-                f"{self.effective_batch_size} = {self.micro_batch_size} micro-batch x {self.grad_accum_steps} "
-                f"accumulation x {self.world_size} "
+                f"{self.effective_batch_size} = {each} x {self.world_size} "
                 + ("rank(s)" if self.sharers == 1 else f"group(s) of {self.sharers} ranks that share their samples"),
             ),
         ]

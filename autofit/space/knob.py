@@ -22,7 +22,7 @@ QUANTIZATION = "quantization"
 ENV = "env."
 SHARED = "launch."  # prefix of the knobs that say how ranks share the model
 SERVER_RANKS = "launch.server_ranks"
-LONGEST = "longest"  # a value of a space file: the tokens of the longest prompt and the longest completion
+LONGEST = "longest"  # in a space file the tokens of the longest prompt and completion, "longest x4" those of four
 _SKIP = "\0skip"
 
 
@@ -91,19 +91,34 @@ def choices_of(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
 
 
 def listed_values(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
-    """The values of the space file for this recipe; those that its own value has no such share of are omitted."""
+    """The values of the space file for this recipe; those that its own value has no such share of are omitted.
+
+    So are those with which a whole number that keeps its ratio would be whole no more.
+    """
     own = own_value(knob.name, recipe, knob.unset)
-    return tuple(v for v in (_value(v, own, recipe) for v in knob.values) if v is not _SKIP)
+    values = (v for v in (_value(v, own, recipe) for v in knob.values) if v is not _SKIP)
+    return tuple(v for v in values if all(_stays_whole(recipe.resolved.get(key), v, own) for key in knob.scales))
+
+
+def _stays_whole(value: object, new: Value, old: Value) -> bool:
+    numbers = (value, new, old)
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
+        return True
+    return isinstance(scaled_value(value, new, old), int)
 
 
 def _value(listed: Value, own: Value, recipe: Recipe) -> Value:
     """`listed`, or for text such as "x0.5" that share of the recipe's own value.
 
-    `_SKIP` if `own` is not a number, or if it is an integer and the share is not an integer above zero.
+    `_SKIP` if `own` is not a number, or if it is an integer and the share is not an integer above zero. Of the longest
+    sample a rank has its part, where several share their samples.
     """
-    if listed == LONGEST:
+    if isinstance(listed, str) and listed.partition(" x")[0] == LONGEST:
         prompt, completion = recipe.longest_prompt_tokens, recipe.max_completion_tokens
-        return _SKIP if prompt is None or completion is None else prompt + completion
+        times = listed.partition(" x")[2] or "1"
+        if prompt is None or completion is None or not times.isdecimal():
+            return _SKIP
+        return math.ceil((prompt + completion) / recipe.sharers) * int(times)
     if not (isinstance(listed, str) and listed[:1] == "x" and _is_number(listed[1:])):
         return listed
     if isinstance(own, bool) or not isinstance(own, int | float):

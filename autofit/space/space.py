@@ -342,7 +342,7 @@ class Space:
             return f"a generation batch holds whole groups ({keys.group} divides it)"
         if recipe.effective_batch_size % groups:
             return f"an optimizer step holds whole groups ({keys.group} divides the effective batch)"
-        if keys.group is not None and groups < 2:
+        if keys.group is not None and groups < min(2, recipe.num_generations):  # PPO's critic needs no others
             return f"a group has at least 2 completions ({keys.group} >= 2)"
         if recipe.num_prompts is not None and generated // groups > recipe.num_prompts:
             return f"a generation batch needs no more prompts than the dataset has ({recipe.num_prompts})"

@@ -2,7 +2,7 @@
 
 Run: python experiments/frontends/examples.py --verl DIR --llama-factory DIR --axolotl DIR --ms-swift DIR
 Each DIR is a checkout. bash runs verl's scripts in an empty folder with stubs for every program: what they hand to
-`python -m verl.trainer.main_ppo` is the truth. Writes results.json.
+`python -m verl.trainer.main_ppo` is the truth. Writes results.json, where a tool without a checkout keeps its counts.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -101,17 +102,20 @@ def scripts(checkout: Path) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("verl", "llama-factory", "axolotl", "ms-swift"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    options = parser.parse_args()
-    found = {
-        "date": date.today().isoformat(), "verl scripts": scripts(options.verl),
-        LLAMA_FACTORY.name: yamls(options.llama_factory, LLAMA_FACTORY),
-        AXOLOTL.name: yamls(options.axolotl, AXOLOTL), MS_SWIFT.name: yamls(options.ms_swift, MS_SWIFT),
-        "commits": {path.name: commit_of(path) for path in (options.verl, options.llama_factory, options.axolotl,
-                                                          options.ms_swift)},
-    }  # fmt: skip
-    (HERE / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    counted = {"verl": ("verl scripts", scripts), **{
+        tool.name.lower(): (tool.name, partial(yamls, tool=tool)) for tool in (LLAMA_FACTORY, AXOLOTL, MS_SWIFT)
+    }}  # fmt: skip
+    for name in counted:
+        parser.add_argument(f"--{name}", type=Path)
+    options = vars(parser.parse_args())
+    kept = HERE / "results.json"
+    found = json.loads(kept.read_text())
+    for name, (told, count) in counted.items():
+        if (checkout := options[name.replace("-", "_")]) is not None:
+            found[told] = count(checkout)
+            found["commits"][checkout.name] = commit_of(checkout)
+            found["dates"][told] = date.today().isoformat()
+    kept.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 

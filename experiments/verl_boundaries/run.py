@@ -4,7 +4,8 @@ Run: python experiments/verl_boundaries/run.py [NUMBER ...], the rows of rows.ya
 keeps the rows that it does not run again. Writes results.json and table.md. `--replay NUMBER PROMPTS STEPS` runs so
 many steps of a row through the simulated allocator with the card's capacity, each with lengths of its own, and keeps
 whether they fit: what torch has cached in pieces that do not fit is of the allocator, and no estimate knows it. They
-are traced from pairs of layers, expanded to the model's own depth, and replayed.
+are traced from pairs of layers, expanded to the model's own depth, and replayed. With `longest` behind it the last of
+these steps is the one with the longest micro-batch of all his 116.
 
 The runs were of verl 0.4 (commit 49b08e95), whose worker differs from that of 0.9, which the trainer `verl` has. What
 differs is played here as 0.4 has it, read in its source:
@@ -17,9 +18,11 @@ differs is played here as 0.4 has it, read in its source:
   ranks, by which verl gathers the prompts (fsdp_vllm.py, preprocess_data). Both stay while vLLM sleeps.
 - the tokens of a batch are not summed over the ranks with other samples, whose group has no buffers then.
 
-Samples are packed at their true lengths, of which the author's logs of the same models on the same data say the mean,
-the least and the most. Micro-batches of so many samples differ as draws from a normal distribution do, whose standard
-deviation is the range of the 320 samples that were logged divided by 5.8; the largest of a step's five counts.
+Samples are packed at their true lengths, whose mean the author's logs of the same models on the same data say. The five
+samples of a prompt are alike: ranks of 40 samples, eight prompts each, differ by 3,236 to 3,776 tokens in these logs
+(global_seqlen/minmax_diff), 2.2 to 3.5 times what independent samples would. So a length is drawn for each prompt,
+verl's trainer deals the samples to the cards by length, and a card's are cut into micro-batches in their own order
+(_balance_batch in trainer/ppo/ray_trainer.py); the largest of a step's five counts.
 
 Live bytes of the update are affine in the tokens and in the layers: four simulations of a row, of two sizes and two
 depths, give the largest batch that a card holds beside one CUDA context and NCCL's buffers.
@@ -56,10 +59,13 @@ from autofit.trainers import verl as trainer
 from autofit.trainers import verl_engine
 
 HERE = Path(__file__).parent
+KINDS = ("replayed", "with the longest of his steps")
 KEPT = HERE / "results.json"
 GIB = 1 << 30
 CARD = "h100"
-RANGE = 5.8  # standard deviations between the least and the most of 320 normal draws
+RANKS, EACH, SAMPLES = 8, 40, 5  # of the logs: ranks, samples of each, and samples of a prompt
+RANGE = 2.847  # standard deviations between the least and the most of eight normal draws
+HIS_STEPS = 116
 STEP = 12  # tokens of which a micro-batch is a multiple here; how it is cut into samples has no bytes
 LAYERS = (2, 4)  # of the simulated models
 _OF_VLLM = 2  # communicators over its cards
@@ -115,11 +121,21 @@ def values_of(row: Mapping[str, Any], prompts: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def token_counts(row: Mapping[str, Any], samples: int, micro_batches: int, step: int = 0) -> list[int]:
-    """Tokens of each micro-batch of so many samples."""
-    drawn = random.Random(step)
-    mean, deviation = row["prompt_mean"] + row["response_mean"], (row["response_max"] - row["response_min"]) / RANGE
-    return [round(drawn.gauss(mean * samples, deviation * samples**0.5)) for _ in range(micro_batches)]
+def token_counts(row: Mapping[str, Any], prompts: int, step: int = 0) -> list[int]:
+    """Tokens of each of a step's micro-batches on the first cards that share samples, with so many prompts a card."""
+    drawn, cards, sharers = random.Random(step), row["cards"], row["sharers"]
+    mean = row["prompt_mean"] + row["response_mean"]
+    deviation = row["rank_range"] / RANGE / (EACH * SAMPLES) ** 0.5
+    lengths = [length for _ in range(prompts * cards) for length in [drawn.gauss(mean, deviation)] * SAMPLES]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    dealt: list[list[int]] = [[] for _ in range(cards)]
+    for block in range(0, len(order), cards):
+        turn = order[block : block + cards]
+        for card, sample in enumerate(turn if block // cards % 2 == 0 else reversed(turn)):
+            dealt[card].append(sample)
+    own = [lengths[sample] for card in dealt[:sharers] for sample in sorted(card)]
+    each = prompts * sharers
+    return [round(sum(own[first : first + each])) for first in range(0, len(own), each)]
 
 
 def divided_in_place(
@@ -217,7 +233,7 @@ def shallow(model: str, folder: Path, layers: int) -> str:
 
 def tokens(row: Mapping[str, Any], prompts: int) -> int:
     """Of the largest of a step's micro-batches, with so many prompts a card."""
-    return max(token_counts(row, prompts * row["sharers"], 5))
+    return max(token_counts(row, prompts))
 
 
 def update_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -246,16 +262,15 @@ def largest(row: Mapping[str, Any], found: Mapping[str, float], *, cached_gib: f
     return max((prompts for prompts in range(1, 1000) if each * (tokens(row, prompts) - died) <= left), default=0)
 
 
-def told(found: Mapping[str, Any]) -> str:
+def told(runs: Mapping[str, Any]) -> str:
     """`58 fits 3 steps, 68 dies in step 1`."""
-    runs: Mapping[str, Any] = found.get("replayed", {})
     words = {prompts: f"{'fits' if run['fits'] else 'dies in'} {run['steps']}" for prompts, run in runs.items()}
     return ", ".join(f"{prompts} {words[prompts]}" for prompts in sorted(runs, key=int))
 
 
 def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
     """The rows as Markdown."""
-    names = ("model", "H100", "ran", "died", "replayed", "by live bytes", "off", "beside what logs have cached", "off",
+    names = ("model", "H100", "ran", "died", *KINDS, "by live bytes", "off", "beside what logs have cached", "off",
              "live bytes of what died, GiB", "of, GiB", "cached in the log, GiB")  # fmt: skip
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for row in rows:
@@ -265,16 +280,22 @@ def table(rows: list[dict[str, Any]], kept: Mapping[str, Any]) -> str:
         for cached in (0.0, row["cached_gib"]):
             most = largest(row, found, cached_gib=cached)
             shown += [most, f"{most / row['ran'] - 1:+.0%}"]
-        cells = (row["name"], row["cards"], row["ran"], row["died"], told(found), *shown,
+        runs = (told(found.get(kind, {})) for kind in KINDS)
+        cells = (row["name"], row["cards"], row["ran"], row["died"], *runs, *shown,
                  found["live_gib_of_what_died"], found["limit_gib"], row["cached_gib"])  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
-def replay(row: Mapping[str, Any], prompts: int, steps: int) -> dict[str, Any]:
-    """Whether a row's steps fit, at its own depth, with micro-batches as the draws make them."""
+def longest_step(row: Mapping[str, Any], prompts: int) -> int:
+    """The step of his whole run with the longest micro-batch."""
+    return max(range(HIS_STEPS), key=lambda step: max(token_counts(row, prompts, step)))
+
+
+def replay(row: Mapping[str, Any], prompts: int, steps: Sequence[int]) -> dict[str, Any]:
+    """Whether a row's steps of these numbers fit, at its own depth, with micro-batches as the draws make them."""
     began = time.monotonic()
-    counts = [token_counts(row, prompts * row["sharers"], 5, step) for step in range(steps)]
+    counts = [token_counts(row, prompts, step) for step in steps]
     with (
         tempfile.TemporaryDirectory() as name,
         running(row, counts, Path(name), model=row["model"], expands=True) as (gpu, run),
@@ -287,7 +308,7 @@ def replay(row: Mapping[str, Any], prompts: int, steps: int) -> dict[str, Any]:
         found = replayed_log(deep.log, capacity_bytes=room, settings=gpu.settings)
     at = found.oom_event
     return {
-        "fits": found.fits, "steps": steps if at is None else sum(mark.event <= at for mark in deep.marks),
+        "fits": found.fits, "steps": len(steps) if at is None else sum(mark.event <= at for mark in deep.marks),
         "allocated_gib": round(found.peak_allocated_bytes / GIB, 2), "room_gib": round(room / GIB, 2),
         "reserved_gib": round(found.peak_reserved_bytes / GIB, 2), "emptied": found.retry_count,
         "computed_in_s": round(time.monotonic() - began),
@@ -298,8 +319,11 @@ def main() -> None:
     rows = yaml.safe_load((HERE / "rows.yaml").read_text("utf-8"))["rows"]
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if replays := sys.argv[1:2] == ["--replay"]:
-        row, prompts, steps = rows[int(sys.argv[2]) - 1], int(sys.argv[3]), int(sys.argv[4])
-        kept.setdefault(row["name"], {}).setdefault("replayed", {})[str(prompts)] = replay(row, prompts, steps)
+        row, prompts, steps = rows[int(sys.argv[2]) - 1], int(sys.argv[3]), list(range(int(sys.argv[4])))
+        longest = sys.argv[5:] == ["longest"]
+        steps[-1] = longest_step(row, prompts) if longest else steps[-1]
+        runs = kept.setdefault(row["name"], {}).setdefault(KINDS[longest], {})
+        runs[str(prompts)] = replay(row, prompts, steps)
     for number in [] if replays else [int(word) for word in sys.argv[1:]] or range(1, len(rows) + 1):
         row = rows[number - 1]
         kept[row["name"]] = {**kept.get(row["name"], {}), **update_of(row)}

@@ -11,7 +11,8 @@ while it sleeps, since vLLM unmaps them without telling torch: both are added, a
 A simulated generation has completions of full length. Of a row with `completions`, whose lengths its log tells, the
 engine's law has as many of the least, mean and most length, in the row's settings. Such a verl gave the weights to the
 engine inside of its timer `gen`. With `v0` the engine is vLLM's first, which leaves the card idle between two steps and
-launches adapters slower.
+launches adapters slower. A row of `one_step` is the first, whose update also locks the host's memory for the
+optimizer's states: verl moves them there at its end (`to("cpu", non_blocking=True)`).
 """
 
 import json
@@ -46,6 +47,8 @@ V0_IDLE_S = 5e-3
 # What it took for one of its 18 launches a layer for adapters (fourteen of Triton, four buffers) without graphs, at
 # least: 80 layers went from 17.6 to 6.5 tokens a second for one sequence (vllm-project/vllm#13204, vLLM 0.7.0).
 V0_ADAPTER_LAUNCH_S = (1 / 6.5 - 1 / 17.6) / 80 / 18
+# Bytes a second of locking host memory: 32 MB in 11.6 ms (rapidsai/dask-cuda#106).
+PINNED_PER_S = 32e6 / 11.6e-3
 ADAPTER_LAUNCHES = 12  # a layer in 0.8.3, whose kernels take all slices of a product (vllm-project/vllm#14685)
 SIZES = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "tensor_model_parallel_size")
 
@@ -136,6 +139,8 @@ def seconds(row: Mapping[str, Any], found: ProbeResult, values: Mapping[str, obj
     rows = {each.name.removeprefix("timing_s/"): each.promised for each in rows_of(log, found, prompts // mini)}
     if "completions" in row:
         rows["gen"] = generation_s(row, values) + (rows.get("update_weights") or 0.0)
+    if row.get("one_step"):
+        rows["update_actor"] = (rows["update_actor"] or 0.0) + found.categories["update"]["optimizer"] / PINNED_PER_S
     timed = row.get("seconds", {})
     return {name: round(took, 2) for name, took in rows.items() if name in (timed or rows) and took is not None
             and name != "allocated"}  # fmt: skip
