@@ -16,6 +16,9 @@ from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.recipe.source import read_source
 from autofit.trainers import key_table
 from autofit.trainers.early import check
+from autofit.trainers.key_table import table_of
+from autofit.trainers.names import parser_of
+from autofit.trainers.older import modern
 from autofit.trainers.trl import keep_keys
 from autofit.trainers.trl_config import parse
 
@@ -43,19 +46,22 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "keys"
 
 
+ASKED = Inspection(device="sim:a100-80gb", worst_case=WorstCase(path=Path("none")), prompt_tokens=64)
+
+
 def refusal(trainer: str, values: dict[str, Any]) -> str | None:
     """What TRL's own parser, asked as the inspection does, says of the keys and values."""
+    read = modern(values, table_of(trainer, parser_of(trainer), {}).keys, ASKED).values
     try:
-        parse(trainer, values, overrides={"use_cpu": True, "bf16": values.get("bf16", False)})
+        parse(trainer, read, overrides={"use_cpu": True, "bf16": values.get("bf16", False)})
     except ConfigError as error:
         return str(error)
     return None
 
 
 def early_refusal(trainer: str, values: dict[str, Any]) -> str | None:
-    asked = Inspection(device="sim:a100-80gb", worst_case=WorstCase(path=Path("none")), prompt_tokens=64)
     try:
-        check(trainer, {"model_name_or_path": "a/b", **values}, asked)
+        check(trainer, {"model_name_or_path": "a/b", **values}, ASKED)
     except ConfigError as error:
         return str(error)
     return None

@@ -24,10 +24,11 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe.keys import RENAMED
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
 from autofit.space.knob import read_space
 from autofit.space.space import Knob, Space
-from autofit.trainers.names import RENAMED, installed, one_name_each, parser_of, renamed, synonyms
+from autofit.trainers.names import installed, one_name_each, parser_of, renamed, synonyms
 
 TRAINERS = ["grpo", "sft", "dpo", "reward", "rloo", "hf"]
 OLD, NEW = "gradient_checkpointing", "activation_checkpointing"

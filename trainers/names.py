@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from autofit.plugin.fields import accepts
+from autofit.recipe.keys import RENAMED
 
 # The script whose parser reads a trainer's recipes: TRL's own, or one of ours in the same form.
 
@@ -48,27 +49,6 @@ def parser_of(trainer: str) -> Any:
     return script(trainer).make_parser()
 
 
-# (older name, newer name) of one setting with the same values, from the fields and deprecation notices of transformers
-# 4.44 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
-RENAMED = (
-    ("gradient_checkpointing", "activation_checkpointing"),
-    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    ("evaluation_strategy", "eval_strategy"),
-    ("no_cuda", "use_cpu"),
-    ("per_gpu_train_batch_size", "per_device_train_batch_size"),
-    ("per_gpu_eval_batch_size", "per_device_eval_batch_size"),
-    ("push_to_hub_token", "hub_token"),
-    ("push_to_hub_model_id", "hub_model_id"),
-    ("warmup_ratio", "warmup_steps"),
-    ("torch_dtype", "dtype"),
-    ("max_seq_length", "max_length"),
-    ("use_liger", "use_liger_kernel"),
-    ("use_transformers_paged", "use_transformers_continuous_batching"),
-    ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex"),
-    ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
-    ("vllm_max_model_len", "vllm_max_model_length"),
-    ("wandb_log_unique_prompts", "log_unique_prompts"),
-)
 _TRIED = (True, False, 3, 2.5, {"use_reentrant": False})  # values for a field of any type that has been renamed so far
 _SAFE = {"use_cpu": True, "bf16": False}  # a config made for a look at it starts no GPU and asks for no feature of one
 

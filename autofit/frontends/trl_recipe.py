@@ -10,8 +10,8 @@ from pathlib import Path
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
 from autofit.frontends.trl_script import OTHERS, OTHERS_OWN, batch_words
+from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import OF_TRL, profile
-from autofit.trainers.names import RENAMED
 
 OPEN_R1, HANDBOOK = "open-r1", "alignment-handbook"
 _DATA = """

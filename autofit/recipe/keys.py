@@ -47,3 +47,26 @@ def divisors(number: int) -> set[int]:
     """Every divisor of `number`, found by trying up to its square root."""
     small = {n for n in range(1, math.isqrt(number) + 1) if number % n == 0}
     return small | {number // n for n in small}
+
+
+# (older name, newer name) of one setting with the same values, from the fields and deprecation notices of transformers
+# 4.44 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
+RENAMED = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    ("evaluation_strategy", "eval_strategy"),
+    ("no_cuda", "use_cpu"),
+    ("per_gpu_train_batch_size", "per_device_train_batch_size"),
+    ("per_gpu_eval_batch_size", "per_device_eval_batch_size"),
+    ("push_to_hub_token", "hub_token"),
+    ("push_to_hub_model_id", "hub_model_id"),
+    ("warmup_ratio", "warmup_steps"),
+    ("torch_dtype", "dtype"),
+    ("max_seq_length", "max_length"),
+    ("use_liger", "use_liger_kernel"),
+    ("use_transformers_paged", "use_transformers_continuous_batching"),
+    ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex"),
+    ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+    ("vllm_max_model_len", "vllm_max_model_length"),
+    ("wandb_log_unique_prompts", "log_unique_prompts"),
+)

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from autofit.errors import AutofitError, one_line
+from autofit.errors import MOST_OF_A_LINE, AutofitError, one_line
 
 HANG_S = 30.0
 GROWTH_BYTES = 10**9
@@ -102,7 +102,7 @@ def attempt(reader: Reader, one: object, folder: Path, found: Found) -> None:
     except AutofitError as error:
         found.refused += 1
         line = one_line(str(error))
-        if not line or len(line) > 300 or not line.isprintable():
+        if not line or len(line) > MOST_OF_A_LINE or not line.isprintable():
             found.add_wrong(f"{reader.name}: an error that is not one printable line", one)
     except Hang:
         found.add_wrong(f"{reader.name}: a hang at {_place()}", one)
