@@ -8,6 +8,7 @@ import pytest
 import tiny
 import yaml
 
+from autofit.errors import ConfigError
 from autofit.frontends.writing import source_of
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.probing.fork_server import ForkServer
@@ -75,6 +76,12 @@ def test_of_preferences_whole_samples_are_cut_now() -> None:
 def test_a_key_that_no_release_had_and_a_wrong_value_are_left_for_the_check_of_the_keys() -> None:
     given = {"max_lenght": 1, "rpo_alpha": 1.0, "max_prompt_length": "long", "adafactor": "yes"}
     assert modern(given, PREFERS, SIMULATED).values == given
+
+
+@pytest.mark.parametrize("tokens", [0, -3, 10**9])
+def test_a_length_of_prompts_that_cannot_be_is_refused(tokens: int) -> None:
+    with pytest.raises(ConfigError, match=r"max_prompt_length must be from 1 to 4,194,304 tokens; got"):
+        modern({"max_prompt_length": tokens}, GENERATES, SIMULATED)
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "sft", "dpo", "reward", "rloo", "hf"])

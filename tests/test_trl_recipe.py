@@ -1,14 +1,17 @@
 """YAML of open-r1 and the alignment-handbook as recipes of TRL, and changes back in them."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import yaml
 
+from autofit.api.reading import read_recipe
 from autofit.errors import ConfigError
 from autofit.frontends.reading import explain, read
 from autofit.frontends.trl_recipe import HANDBOOK, OPEN_R1, tool_of
 from autofit.frontends.writing import source_of, written
+from autofit.probing.fork_server import ForkServer
 
 GRPO = """# Model arguments
 model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
@@ -104,3 +107,9 @@ def test_explain_says_the_batch_and_what_stands_for_the_data(tmp_path: Path) -> 
     batch = "per_device_train_batch_size 16 x gradient_accumulation_steps 4 = 64 completions x 7 ranks = 448"
     assert dict(said.lines)["effective batch"] == batch
     assert any("rewards of open-r1 are not run" in note for note in said.notes)
+
+
+def test_a_sample_that_would_take_gigabytes_to_make_up_is_refused(tmp_path: Path) -> None:
+    source = source_of(file(tmp_path, {**DPO, "max_length": 10**8}))
+    with pytest.raises(ConfigError, match=r"must have at most 4,194,304 tokens; got 100,000,000"):
+        read_recipe(source, trainer=None, device="sim:t4", scratch=tmp_path / "s", server=cast(ForkServer, None))

@@ -7,7 +7,8 @@ The fields of TRL 0.9 to 1.10 and of transformers 4.38 to 5.10 were compared wit
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autofit.plugin.protocol import Inspection
+from autofit.errors import ConfigError
+from autofit.plugin.protocol import MOST_PROMPT_TOKENS, Inspection
 
 from .names import installed, renamed
 
@@ -41,6 +42,7 @@ def modern(values: Mapping[str, object], known: Collection[str], inspection: Ins
     """`values` without the keys that only older libraries took, for the installed ones, which take the `known` keys.
 
     Keys that were not taken then either, and those whose meaning is gone, are left for the check of the keys.
+    Raises ConfigError for a length of prompts that cannot be.
     """
     found, names, dropped = dict(values), dict[str, object](), list[str]()
     notes: list[str] = []
@@ -69,6 +71,8 @@ def modern(values: Mapping[str, object], known: Collection[str], inspection: Ins
             del found[key]
             dropped.append(key)
         elif key in (_PROMPT, _COMPLETION) and isinstance(value, int) and not isinstance(value, bool):
+            if not 1 <= value <= MOST_PROMPT_TOKENS:
+                raise ConfigError(f"{key} must be from 1 to {MOST_PROMPT_TOKENS:,} tokens; got {value:,}")
             del found[key]
             if _COMPLETION in known and inspection.simulated and inspection.prompt_tokens is None:
                 asked = replace(asked, prompt_tokens=value)

@@ -12,6 +12,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.files import release
 from autofit.frontends import writing
 from autofit.hardware.hardware import gpus, slices_fault
+from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer, server_for
 from autofit.probing.prepare import prepare
@@ -22,8 +23,6 @@ from autofit.space.knob import QUANTIZATION, space_knobs
 from autofit.units import format_bytes
 
 Given = Stated | Source | Callable[[], Stated]  # a function is called once the other arguments are found to be right
-
-_MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
 
 
 def fork_server(folder: Path) -> ForkServer:
@@ -52,14 +51,18 @@ def read_recipe(
     A large dataset or model takes a while, of which `say` is called with a word every 20 s.
     Raises ConfigError for what TRL would not take.
     """
+    tokens = source.prompt_tokens if prompt_tokens is None else prompt_tokens
+    if tokens is not None and tokens > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"{source.what}: its longest sample must have at most {MOST_PROMPT_TOKENS:,} tokens; got {tokens:,}"
+        )
     named = trainer_for({**source.values, **(changes or {})}, trainer or source.trainer)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         with still_at(f"reading {source.what} with its dataset and model", say):
             return _in_own_keys(prepare(
                 source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
-                changes=changes, prompt_tokens=source.prompt_tokens if prompt_tokens is None else prompt_tokens,
-                trains=trains,
+                changes=changes, prompt_tokens=tokens, trains=trains,
             ))  # fmt: skip
     except AutofitError:
         drop(scratch)
@@ -118,8 +121,8 @@ def describe_device(device: str, target_bytes: int, cards: int = 1) -> str:
 
 def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
     """Refuse synthetic prompts that are too long to make, or on a device that trains on real ones."""
-    if prompt_tokens is not None and prompt_tokens > _MOST_PROMPT_TOKENS:
-        raise ConfigError(f"{option('prompt-tokens')} must be at most {_MOST_PROMPT_TOKENS:,}; got {prompt_tokens:,}")
+    if prompt_tokens is not None and prompt_tokens > MOST_PROMPT_TOKENS:
+        raise ConfigError(f"{option('prompt-tokens')} must be at most {MOST_PROMPT_TOKENS:,}; got {prompt_tokens:,}")
     if prompt_tokens is not None and not device.startswith("sim:"):
         raise ConfigError(
             f"{option('prompt-tokens')} is for simulated cards only ({option('gpu', 'NAME')}), and the device is "
