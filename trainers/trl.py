@@ -23,7 +23,7 @@ from . import offline
 from .common import Counts, lengths, read_worst_case, sampled, samples_per_step, split
 from .image_prompts import has_images
 from .inspection import architecture_hash, keep, model_facts, with_stand_ins
-from .key_table import keep_table, kept_table, table_of
+from .key_table import KeyTable, keep_table, kept_table, table_of
 from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
 from .knobs import at_top_level, left_out
 from .names import command_of, installed, one_name_each, overridden, parser_of, script, synonyms
@@ -107,9 +107,8 @@ class TrlTrainer:
             return self._inspect(values, inspection)
 
     def _inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
-        keep_keys(self.name)  # first: the next misspelt key is told without an import of TRL
+        table = keep_keys(self.name)  # first: the next misspelt key is told without an import of TRL
         offline.clear(inspection.worst_case.folder)
-        table = kept_table(self.name) or table_of(self.name, parser_of(self.name), {})
         read = modern(values, table.keys, inspection)
         inspection = read.inspection
         with offline.or_stated(inspection):
@@ -212,11 +211,14 @@ class TrlTrainer:
         return {field.name for kind in parser_of(self.name).dataclass_types for field in fields(kind) if field.init}
 
 
-def keep_keys(trainer: str) -> None:
-    """Keep the table of the keys that TRL's `trainer` takes, unless there is one of the installed TRL."""
-    if kept_table(trainer) is None:
+def keep_keys(trainer: str) -> KeyTable:
+    """The table of the keys that TRL's `trainer` takes, which is kept unless there is one of the installed TRL."""
+    table = kept_table(trainer)
+    if table is None:
         parser = parser_of(trainer)
-        keep_table(table_of(trainer, parser, synonyms(trainer)), parser)
+        table = table_of(trainer, parser, synonyms(trainer))
+        keep_table(table, parser)
+    return table
 
 
 def device_overrides(device: str) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from typing import cast
 
@@ -204,14 +203,12 @@ class Tracer(TorchDispatchMode):
                 expanded += self._rows(index).unbind(1)
             else:
                 expanded.append(index)
-        run = aten.index.Tensor if self.shortcut is None else partial(self._by_shortcut, aten.index.Tensor)
-        out = cast("torch.Tensor", run(source, expanded))
+        if self.shortcut is None:
+            out = aten.index.Tensor(source, expanded)
+        else:
+            out = cast("torch.Tensor", self.shortcut.run(aten.index.Tensor, (source, expanded), {}))
         self.memory.track(out, "index")  # while the rows are there
-        return out
-
-    def _by_shortcut(self, func: OpOverload, *args: object) -> object:
-        assert self.shortcut is not None
-        return self.shortcut.run(func, args, {})
+        return cast("torch.Tensor", out)
 
     def _masked_scatter_backward(self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The gradient of what was scattered: the rows of the mask, as many as there were, and zeros for the rest."""

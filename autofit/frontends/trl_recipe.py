@@ -7,7 +7,7 @@ the greatest length that the recipe keeps stands for it. No torch here.
 from collections.abc import Mapping
 from pathlib import Path
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
 from autofit.frontends.trl_script import OTHERS, OTHERS_OWN, batch_words
 from autofit.recipe.keys import RENAMED
@@ -46,22 +46,21 @@ def recipe(values: Mapping[str, object], *, folder: Path, ranks: int | None = No
     assert tool is not None
     trainer = _trainer(values, folder)
     own = [key for key in values if key in _OWN]
-    found = {_NEWER.get(key, key): value for key, value in values.items() if key not in own}
+    keys = {_NEWER.get(key, key): key for key in values if key not in _OWN}
+    found = {name: values[key] for name, key in keys.items()}
     notes = [f"left out, as neither the batch nor memory depends on them but by the data: {', '.join(own)}"]
     if _has_rewards(values):
         found = {key: value for key, value in found.items() if key != "reward_weights"} | {"reward_funcs": [_STANDS]}
         notes.append(f"rewards of open-r1 are not run: TRL's {_STANDS} stands for them, which takes no time")
-    cut, length = found.get("max_prompt_length"), found.get("max_length")
-    tokens = (cut, _PROMPT_TOKENS) if profile(trainer).generates else (length, _SAMPLE_TOKENS)
-    stands = next(each for each in tokens if isinstance(each, int))
-    what = "prompt" if profile(trainer).generates else "sample"
-    notes.append(f"the data is not read: a made-up {what} of {stands:,} tokens, the most that is kept, stands for it")
     if profile(trainer).generates:
-        found.pop("max_prompt_length", None)
+        what, most, usual = "prompt", found.pop("max_prompt_length", None), _PROMPT_TOKENS
+    else:
+        what, most, usual = "sample", found.get("max_length"), _SAMPLE_TOKENS
+    stands = most if isinstance(most, int) else usual
+    notes.append(f"the data is not read: a made-up {what} of {stands:,} tokens, the most that is kept, stands for it")
     return Foreign(
-        tool=tool, trainer=trainer, values=found, ranks=ranks, prompt_tokens=stands, notes=tuple(notes),
-        keys={_NEWER.get(key, key): key for key in values if key not in own},
-    )  # fmt: skip
+        tool=tool, trainer=trainer, values=found, ranks=ranks, prompt_tokens=stands, notes=tuple(notes), keys=keys
+    )
 
 
 def explain(values: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Explanation:
@@ -96,6 +95,4 @@ def _trainer(values: Mapping[str, object], folder: Path) -> str:
         return folder.name
     if {"num_generations", "reward_funcs", "max_completion_length"} & values.keys():
         return "grpo"
-    if not isinstance(values.get("model_name_or_path"), str):
-        raise ConfigError(f"model_name_or_path must be a name; got {quoted(values.get('model_name_or_path'))}")
     return "dpo" if {"beta", "max_prompt_length", "rpo_alpha"} & values.keys() else "sft"

@@ -25,8 +25,8 @@ SYNC = "sync"  # of several ranks: weights are gathered and given to vLLM, which
 # Once a generation in trainers that score all samples first, and that move their states to the host while vLLM works.
 LOG_PROBS, REFERENCE, LOADING = "old log-probs", "reference", "loading"
 VALUES, CRITIC = "values", "update critic"  # of PPO's critic: of all samples, and all its optimizer steps
-MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
 BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, VALUES, CRITIC, LOADING)
+MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The recipe keys that the search interprets: those that batch the samples; and the tiers of changes."""
+"""The recipe keys that the search interprets: those that batch the samples; older names of keys; tiers of changes."""
 
 import math
 from collections.abc import Mapping
