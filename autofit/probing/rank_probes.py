@@ -42,8 +42,9 @@ def keep_rank_probes(
 
 def _rank_requests(request: ProbeRequest) -> list[ProbeRequest]:
     """The request of each rank, written; what an earlier attempt left there is removed."""
-    port = free_port()
-    requests = [replace(request, rank=rank, port=port) for rank in range(Launch.of(request.values).ranks)]
+    port, again = free_port(), free_port()
+    ranks = range(Launch.of(request.values).ranks)
+    requests = [replace(request, rank=rank, port=port, resume_port=again) for rank in ranks]
     for one in requests:
         for path in (one.answer_path, one.phase_path):
             path.unlink(missing_ok=True)

@@ -65,6 +65,7 @@ class ProbeRequest:
     capped: bool = True  # False: no cap during the run; the bytes are compared with the limit afterwards
     rank: int | None = None  # of several: this request is one rank's, with files of its own
     port: int | None = None  # of 127.0.0.1, where the ranks meet
+    resume_port: int | None = None  # where they meet again, if they resume in processes of their own
     terminal: bool = False  # stdin, stdout and stderr are the user's, for a debugger
 
     @property
@@ -83,6 +84,11 @@ class ProbeRequest:
     def phase_path(self) -> Path:
         """The file with the name of the current phase, read if the probe dies without an answer."""
         return self.folder / ("phase" if self.rank is None else f"rank-{self.rank}.phase")
+
+    @property
+    def saved_path(self) -> Path:
+        """The file with the peaks of a first process, which trained until the save; there is none without one."""
+        return self.folder / ("saved.json" if self.rank is None else f"rank-{self.rank}.saved.json")
 
     @property
     def pid_path(self) -> Path:

@@ -2,22 +2,26 @@
 
 Order: load, one step (the warm-up), save; then, as after an interruption, load, resume, one step, and the measured
 steps. Memory is tracked in all but the measured steps, which run at full speed.
+
+With a colocated vLLM engine all until the save runs in a process of its own: an engine does not give all of its memory
+back while its process lives, and vLLM allows one engine with sleep mode in a process.
 """
 
 import gc
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistNetworkError, barrier, is_initialized
 
-from autofit.files import is_full, write_json
+from autofit.files import is_full, read_json, write_json
 from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, WorstCase, own_checkpoints
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import as_inside
@@ -25,22 +29,30 @@ from autofit.probing.memory import Memory, memory_of, merged, tops
 from autofit.probing.oom import is_oom
 from autofit.probing.phases import Followed, PhaseRecorder, StepClock
 from autofit.probing.rank_probes import PORT_IS_TAKEN
-from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
-from autofit.probing.supervise import die_with_parent
+from autofit.probing.result import Cause, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
+from autofit.probing.supervise import die_with_parent, trial_env
 from autofit.recipe.launch import Launch, is_on, split
 from autofit.recipe.secrets import opened
 
 _MOST_ROUNDS = 8  # of the measured steps, where they are too short for a card to be observed
+_RESUME = "resume"  # the phase
+_UNTIL_SAVED = "until-saved"  # argument of the process that trains until the save
+_ANSWERED = 3  # exit code of that process where it did not come so far, and has written the probe's answer
 
 
-def run(request_path: str) -> int:
+def run(request_path: str, *, until_saved: bool = False) -> int:
     """Run the probe requested at `request_path` and write its JSON answer beside it. Returns 0.
 
-    A rank of several that does not train to the end returns another code, so that the others are ended too.
+    A rank of several that does not train to the end returns another code, so that the others are ended too. A process
+    that trains only `until_saved` writes the peaks of its phases for the one that resumes, and an answer if it fails.
     """
     started = time.perf_counter()
     request = ProbeRequest.read(Path(request_path))
     request = replace(request, values=opened(request.values))
+    if not until_saved and _has_engine(request):
+        if code := _train_until_saved_apart(request):
+            return 0 if code == _ANSWERED and request.rank is None else code
+        request = replace(request, port=request.resume_port)
     env = request.values.get("env")
     if isinstance(env, dict):  # set here: the allocator reads its settings before the recipe is parsed
         os.environ.update({str(key): str(value) for key, value in env.items()})
@@ -49,6 +61,11 @@ def run(request_path: str) -> int:
         request.pid_path.write_text(str(os.getpid()), encoding="ascii")
         with rank_of(request), memory_of(request.device, request.limit_bytes if request.capped else None) as memory:
             recorder.append(PhaseRecorder(memory, request.phase_path))
+            if until_saved:
+                memory.start()
+                _train_until_saved(request, recorder[0], load(request.trainer))
+                write_json(request.saved_path, {"phases": [asdict(peak) for peak in recorder[0].peaks]})
+                return 0
             result = _probe_of_ranks(request, memory, recorder[0])
     except Exception as error:
         loading = not recorder or recorder[0].phase == LOAD
@@ -56,13 +73,36 @@ def run(request_path: str) -> int:
             return PORT_IS_TAKEN
         result = _failure(request, error, recorder)
     except SystemExit as error:
-        code = error.code if error.code is not None else 0
         phase = recorder[0].phase if recorder else "load"
-        reason = f"sys.exit({code!r}) was called during {phase}"
+        reason = f"sys.exit({0 if error.code is None else error.code!r}) was called during {phase}"
         result = ProbeResult(status=ProbeStatus.FAILED, device=request.device, reason=reason, cause=Cause.EXITED)
     content = result.to_json() | {"process_s": time.perf_counter() - started}
     write_json(request.answer_path, content)
+    if until_saved:
+        return _ANSWERED
     return 0 if request.rank is None or result.step_s else 1
+
+
+def _has_engine(request: ProbeRequest) -> bool:
+    """Whether the probe is of a real training beside a vLLM engine in its own process."""
+    values = request.values
+    colocated = is_on(values.get("use_vllm")) and values.get("vllm_mode", "colocate") == "colocate"
+    return colocated and not request.device.startswith("sim:")
+
+
+def _train_until_saved_apart(request: ProbeRequest) -> int:
+    """The exit code of a process that trains until the save: 0 if it did. A signal that ended it ends this one too.
+
+    It is started, not forked: an import of vLLM or of the recipe may have started CUDA here.
+    """
+    request.saved_path.unlink(missing_ok=True)
+    command = [sys.executable, "-P", "-m", "autofit.probing.worker", str(request.request_path), _UNTIL_SAVED]
+    code = subprocess.run(command, env=trial_env(), check=False).returncode
+    if code and not request.rank:
+        shutil.rmtree(_checkpoints(request), ignore_errors=True)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    return code
 
 
 def rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
@@ -149,39 +189,51 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder) -> tu
     return result, run
 
 
+def _checkpoints(request: ProbeRequest) -> Path:
+    return request.folder / "checkpoints"
+
+
 def _task(request: ProbeRequest, *, steps: int) -> Task:
     return Task(
-        device=request.device, output=request.folder / "checkpoints", steps=steps,
-        worst_case=WorstCase(path=request.worst_case),
-    )  # fmt: skip
+        device=request.device, output=_checkpoints(request), steps=steps, worst_case=WorstCase(path=request.worst_case)
+    )
 
 
 def _train_and_resume(
     request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, trainer: Trainer
 ) -> tuple[Run, Any]:
     """Load, one step, save; then load, resume, one step and the measured steps. (run, its step times)."""
-    task, (_, values) = _task(request, steps=1), split(request.values)
     try:
-        recorder.enter(LOAD)
-        run: Run | None = trainer.build(values, task)
-        assert run is not None
-        run.train(_SaveNow(recorder))
-        run = None
-        if request.rank is not None and is_initialized():  # until rank 0 has written the checkpoint
-            barrier()
-        gc.collect()
-        recorder.enter("resume")
+        if (saved := read_json(request.saved_path)) is None:
+            _train_until_saved(request, recorder, trainer)
+        else:  # by a process of its own
+            recorder.enter(_RESUME)
+            recorder.peaks[:] = [PhasePeak(**peak) for peak in cast(list[dict[str, Any]], saved["phases"])]
+            request.saved_path.unlink()
         recorder.seconds.clear()
         rounds = _MOST_ROUNDS if memory.least_measured_s > 0 else 1
-        run = trainer.build(values, _task(request, steps=2 + rounds * request.measured_steps))
+        run = trainer.build(split(request.values)[1], _task(request, steps=2 + rounds * request.measured_steps))
         steps = StepClock(run, recorder, memory, measure_after=2, round_of=request.measured_steps)
-        run.train(steps, resume_from=own_checkpoints(task.output) / "checkpoint-1")
+        run.train(steps, resume_from=own_checkpoints(_checkpoints(request)) / "checkpoint-1")
         recorder.enter("end")
     finally:
         memory.stop()
         if not request.rank:  # the ranks have one folder
-            shutil.rmtree(task.output, ignore_errors=True)
+            shutil.rmtree(_checkpoints(request), ignore_errors=True)
     return run, steps
+
+
+def _train_until_saved(request: ProbeRequest, recorder: PhaseRecorder, trainer: Trainer) -> None:
+    """Load, one step, save; whatever is left of the run is freed, and the phase is the resumption."""
+    recorder.enter(LOAD)
+    run: Run | None = trainer.build(split(request.values)[1], _task(request, steps=1))
+    assert run is not None
+    run.train(_SaveNow(recorder))
+    run = None
+    if request.rank is not None and is_initialized():  # until rank 0 has written the checkpoint
+        barrier()
+    gc.collect()
+    recorder.enter(_RESUME)
 
 
 def _train_simulated(
@@ -323,4 +375,4 @@ def versions() -> dict[str, str]:
 if __name__ == "__main__":
     die_with_parent()
     as_inside()
-    os._exit(run(sys.argv[1]))
+    os._exit(run(sys.argv[1], until_saved=sys.argv[2:] == [_UNTIL_SAVED]))
