@@ -22,7 +22,7 @@ from autofit.recipe.launch import LAUNCH, Launch
 pytestmark = pytest.mark.slow
 
 _MODULES = {  # what TRL imports of it (trl/generation/vllm_generation.py, vllm_client.py), with vLLM 0.31's names
-    "__init__.py": '''
+    "__init__.py": """
 import os
 import random
 import time
@@ -65,7 +65,7 @@ class LLM:
             ids = [random.randrange(50) for _ in range(sampling_params.max_tokens)]
             return SimpleNamespace(token_ids=ids, logprobs=[{i: SimpleNamespace(logprob=-1.0, rank=1)} for i in ids])
         return [SimpleNamespace(prompt_token_ids=one["prompt_token_ids"], outputs=[completion()]) for one in prompts]
-''',
+""",
     "sampling_params.py": "StructuredOutputsParams = object\n",
     "utils/__init__.py": "",
     "utils/network_utils.py": "get_ip = None\n",
