@@ -101,6 +101,26 @@ def test_changes_are_written_in_the_names_and_beside_the_comments_of_the_users_f
     assert yaml.safe_load(text) == {**yaml.safe_load(GRPO), **changed}
 
 
+def test_a_script_that_is_given_such_a_recipe_reads_it_so_and_lays_its_arguments_over_it(tmp_path: Path) -> None:
+    file(tmp_path / "recipes/demo", GRPO)
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "accelerate launch --num_processes=7 src/open_r1/grpo.py --config recipes/demo/config.yaml \\\n"
+        "  --per_device_train_batch_size 4 --system_prompt 'Be brief.'\n"
+    )
+    found = read(script)
+    assert found is not None
+    assert (found.trainer, found.ranks, found.prompt_tokens) == ("grpo", 7, 700)
+    assert found.values["reward_funcs"] == ["think_format_reward"]
+    assert found.values["per_device_train_batch_size"] == 4
+    assert found.keys["dtype"] == "torch_dtype"
+    assert not {"system_prompt", "max_prompt_length", "torch_dtype"} & set(found.values)
+    assert any("made-up prompt of 700 tokens" in note for note in found.notes)
+    told = explain(script)
+    assert told is not None
+    assert "x 7 ranks = 112" in dict(told.lines)["effective batch"]
+
+
 def test_explain_says_the_batch_and_what_stands_for_the_data(tmp_path: Path) -> None:
     said = explain(file(tmp_path, GRPO), ranks=7)
     assert (said.tool, dict(said.lines)["trainer"]) == (OPEN_R1, "grpo of TRL")

@@ -9,11 +9,21 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
-from autofit.frontends.trl_script import OTHERS, OTHERS_OWN, batch_words
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import OF_TRL, profile
 
 OPEN_R1, HANDBOOK = "open-r1", "alignment-handbook"
+OTHERS = ("kto", "orpo", "cpo", "gkd", "ppo", "nash_md", "online_dpo", "xpo", "bco", "prm", "distillation")
+# Arguments of open-r1's own (src/open_r1/configs.py at 078c5e17) that reach neither the model nor the batch.
+_OWN_NAMES = """
+benchmarks callbacks chat_template system_prompt hub_model_revision num_completions_to_print overwrite_hub_revision
+push_to_hub_revision wandb_entity wandb_project wandb_run_group wandb_log_unique_prompts cosine_min_value_wrong
+cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
+repetition_max_penalty code_language code_eval_test_batch_size parallel_code_exec_per_proc dataset_prompt_column
+e2b_router_url morph_router_url code_provider ioi_provider code_eval_scoring_mode max_completion_len soft_punish_cache
+enforce_same_language
+"""
+OTHERS_OWN = frozenset(_OWN_NAMES.split())
 _DATA = """
 dataset_mixture dataset_mixer dataset_splits dataset_configs auto_insert_empty_system_msg preprocessing_num_workers
 text_column tokenizer_name_or_path
@@ -40,11 +50,13 @@ def tool_of(values: Mapping[str, object]) -> str | None:
     return OPEN_R1 if _OF_OPEN_R1 & values.keys() or _has_rewards(values) else HANDBOOK
 
 
-def recipe(values: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Foreign:
+def recipe(
+    values: Mapping[str, object], *, folder: Path, ranks: int | None = None, trainer: str | None = None
+) -> Foreign:
     """The recipe of TRL that `values` mean in a file in `folder`, which may be named after the trainer."""
     tool = tool_of(values)
     assert tool is not None
-    trainer = _trainer(values, folder)
+    trainer = trainer or _trainer(values, folder)
     own = [key for key in values if key in _OWN]
     keys = {_NEWER.get(key, key): key for key in values if key not in _OWN}
     found = {name: values[key] for name, key in keys.items()}
@@ -72,6 +84,17 @@ def explain(values: Mapping[str, object], *, folder: Path, ranks: int | None = N
         Line("effective batch", batch_words(found.trainer, found.values, ranks)),
     )
     return Explanation(tool=found.tool, lines=(*first, *lines(found)), notes=found.notes)
+
+
+def batch_words(kind: str, values: Mapping[str, object], ranks: int | None) -> str:
+    """The effective batch of a training of TRL's, by transformers' defaults."""
+    micro = values.get("per_device_train_batch_size", 8)
+    steps = values.get("gradient_accumulation_steps", 1)
+    batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
+    if isinstance(micro, int) and isinstance(steps, int):
+        each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
+        batch += f" = {micro * steps} {'completions' if kind in ('grpo', 'rloo') else 'samples'} {each}"
+    return batch
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:

@@ -2,7 +2,8 @@
 
 `accelerate launch`, `torchrun`, `deepspeed`, `python` and `uv run` are read, and a config of TRL (`--config FILE`),
 over which the arguments are laid as TRL's own parser lays them. A script of another project with such a name (open-r1)
-takes TRL's arguments too, with some of its own: these are named, and left out.
+takes TRL's arguments too, with some of its own: these are named, and left out. A config of open-r1 or of the
+alignment-handbook is read as such a file is by itself.
 """
 
 import re
@@ -14,26 +15,16 @@ from autofit.errors import ConfigError, quoted
 from autofit.frontends.command import UNSURE, Command, arguments, commands
 from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import near
+from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
 from autofit.recipe.launching import is_launch_key
 from autofit.recipe.profile import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TOOL = "TRL"
-OTHERS = ("kto", "orpo", "cpo", "gkd", "ppo", "nash_md", "online_dpo", "xpo", "bco", "prm", "distillation")
 _KINDS = "|".join((*OF_TRL, *OTHERS))
 _SCRIPT = re.compile(rf"(?:.*/)?(?:run_)?({_KINDS})(?:_modeling|_vlm\w*)?\.py")
 _MODULE = re.compile(rf"(?:trl|open_r1)(?:\.scripts)?\.({_KINDS})")
 _TRLS = re.compile(r"(?:^|/)(?:trl|examples)/scripts/[a-z_]+\.py$")
-# Arguments of open-r1's own (src/open_r1/configs.py at 078c5e17) that reach neither the model nor the batch.
-_NAMES = """
-benchmarks callbacks chat_template system_prompt hub_model_revision num_completions_to_print overwrite_hub_revision
-push_to_hub_revision wandb_entity wandb_project wandb_run_group wandb_log_unique_prompts cosine_min_value_wrong
-cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len repetition_n_grams
-repetition_max_penalty code_language code_eval_test_batch_size parallel_code_exec_per_proc dataset_prompt_column
-e2b_router_url morph_router_url code_provider ioi_provider code_eval_scoring_mode max_completion_len soft_punish_cache
-enforce_same_language
-"""
-OTHERS_OWN = frozenset(_NAMES.split())
 # Options of launchers that change neither the ranks nor the sharding.
 _OPTIONS = """
 main_process_port main_process_ip master_port master_addr rdzv_backend rdzv_endpoint rdzv_id rdzv_conf machine_rank
@@ -55,6 +46,8 @@ class Training:
     ranks: int | None
     words: str  # how it is started
     notes: tuple[str, ...]
+    prompt_tokens: int | None  # of the sample that stands for data that is not read
+    keys: Mapping[str, str]  # {key of the recipe: the config's own name of it}, where those differ
 
 
 def starts_trl(text: str) -> bool:
@@ -75,9 +68,14 @@ def training(text: str, *, folder: Path) -> Training:
         raise ConfigError(f"{script} trains on images, and only training on text is read")
     notes = [f"the script starts {len(found)} trainings; the first is read"] if len(found) > 1 else []
     given = arguments(command.words[place + 1 :], folder, tool=TOOL)
+    prompt_tokens, keys = None, dict[str, str]()
     if (config := given.pop("config", None)) is not None:
         path = near(_certain("config", config), folder)
         given = {**read_yaml_mapping(path, what="config of TRL"), **given}
+        if tool_of(given) is not None:
+            named = recipe(given, folder=path.parent, trainer=kind)
+            prompt_tokens, keys = named.prompt_tokens, dict(named.keys)
+            given, notes = dict(named.values), [*notes, *named.notes]
     own = [key for key in given if key in OTHERS_OWN]
     values = {key: value for key, value in given.items() if key not in own}
     if before[-1:] != ("trl",) and not _TRLS.search(script) and not script.startswith("trl."):
@@ -99,8 +97,8 @@ def training(text: str, *, folder: Path) -> Training:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
     values = {key: value for key, value in values.items() if UNSURE not in str(value)}
     return Training(
-        kind=kind, values=values, ranks=ranks if isinstance(ranks, int) else None, notes=tuple(notes),
-        words=" ".join((*before[:2], script)) if before else script,
+        kind=kind, values=values, ranks=ranks if isinstance(ranks, int) else None, notes=tuple(notes), keys=keys,
+        prompt_tokens=prompt_tokens, words=" ".join((*before[:2], script)) if before else script,
     )  # fmt: skip
 
 
@@ -109,7 +107,8 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     found = training(text, folder=folder)
     return Foreign(
         tool=TOOL, trainer=found.kind, values=found.values, ranks=found.ranks if ranks is None else ranks,
-        keys={key: key for key in found.values}, notes=found.notes,
+        keys={key: found.keys.get(key, key) for key in found.values}, notes=found.notes,
+        prompt_tokens=found.prompt_tokens,
     )  # fmt: skip
 
 
@@ -123,17 +122,6 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
         Line("effective batch", batch),
     )  # fmt: skip
     return Explanation(tool=TOOL, lines=lines, notes=found.notes)
-
-
-def batch_words(kind: str, values: Mapping[str, object], ranks: int | None) -> str:
-    """The effective batch of a training of TRL's, by transformers' defaults."""
-    micro = values.get("per_device_train_batch_size", 8)
-    steps = values.get("gradient_accumulation_steps", 1)
-    batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
-    if isinstance(micro, int) and isinstance(steps, int):
-        each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
-        batch += f" = {micro * steps} {'completions' if kind in ('grpo', 'rloo') else 'samples'} {each}"
-    return batch
 
 
 def _started(text: str) -> Iterator[tuple[Command, str, int]]:
