@@ -1,7 +1,4 @@
-"""Probes of real trainings beside a vLLM engine in their own process, on the CPU with a stand-in for vLLM.
-
-The stand-in allows one engine in a process, as vLLM does with sleep mode. It writes who made each engine.
-"""
+"""Probes of real trainings beside a vLLM engine in their own process, on the CPU with a stand-in for vLLM."""
 
 import os
 import signal
@@ -12,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
+from engine_stand_in import BESIDE_ENGINE, engine_env, engines_in
 
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
@@ -21,61 +19,6 @@ from autofit.recipe.launch import LAUNCH, Launch
 
 pytestmark = pytest.mark.slow
 
-_MODULES = {  # what TRL imports of it (trl/generation/vllm_generation.py, vllm_client.py), with vLLM 0.31's names
-    "__init__.py": """
-import os
-import random
-import time
-from types import SimpleNamespace
-
-__version__ = "0.31.0"
-RequestOutput = object
-
-class SamplingParams(SimpleNamespace):
-    pass
-
-class LLM:
-    made = 0
-
-    def __init__(self, **given):
-        assert LLM.made == 0, "Sleep mode can only be used for one instance per process."
-        assert given["enable_sleep_mode"] and given["load_format"] == "dummy"
-        LLM.made = 1
-        with open(os.environ["ENGINES"], "a") as file:
-            file.write(f"{os.getpid()} {os.getppid()} {os.environ['RANK']}\\n")
-        while os.path.exists(os.environ["ENGINES"] + ".hang"):
-            time.sleep(0.05)
-        if os.path.exists(os.environ["ENGINES"] + ".full"):
-            raise ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`")
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda weights: None))
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        self.llm_engine = SimpleNamespace(model_executor=executor, model_config=SimpleNamespace(max_model_len=256))
-
-    def sleep(self, level):
-        pass
-
-    def wake_up(self, tags=None):
-        pass
-
-    def reset_prefix_cache(self):
-        pass
-
-    def generate(self, prompts, sampling_params, use_tqdm):
-        def completion():
-            ids = [random.randrange(50) for _ in range(sampling_params.max_tokens)]
-            return SimpleNamespace(token_ids=ids, logprobs=[{i: SimpleNamespace(logprob=-1.0, rank=1)} for i in ids])
-        return [SimpleNamespace(prompt_token_ids=one["prompt_token_ids"], outputs=[completion()]) for one in prompts]
-""",
-    "sampling_params.py": "StructuredOutputsParams = object\n",
-    "utils/__init__.py": "",
-    "utils/network_utils.py": "get_ip = None\n",
-    "distributed/__init__.py": "",
-    "distributed/weight_transfer/__init__.py": "",
-    "distributed/weight_transfer/nccl_common.py": "trainer_init = None\n",
-    "distributed/weight_transfer/nccl_engine.py": "NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine = object\n",
-    "distributed/weight_transfer/packed_tensor.py": "packed_nccl_broadcast_producer = None\n",
-}
-
 
 @pytest.fixture
 def request_of_one(
@@ -83,31 +26,20 @@ def request_of_one(
 ) -> ProbeRequest:
     """A probe of GRPO beside an engine, in processes that find the stand-in."""
     monkeypatch.chdir(tmp_path)
-    for name, text in _MODULES.items():
-        path = tmp_path / "modules/vllm" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-    monkeypatch.setenv("ENGINES", str(tmp_path / "engines"))
+    for name, value in engine_env(tmp_path).items():
+        monkeypatch.setenv(name, value)
     path = tiny.write_recipe(tmp_path, tiny_model)
     read = prepare(path, trainer="grpo", device="cpu", folder=tmp_path, server=fork_server)
-    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
     return ProbeRequest(
-        folder=tmp_path / "p", trainer="grpo", values={**read.values, **engine}, device="cpu", limit_bytes=None,
+        folder=tmp_path / "p", trainer="grpo", values={**read.values, **BESIDE_ENGINE}, device="cpu", limit_bytes=None,
         worst_case=worst_case_path(tmp_path), cwd=tmp_path, deadline_s=240, server_socket=None,
     )  # fmt: skip
-
-
-def engines(request: ProbeRequest) -> list[list[int]]:
-    """(process, its parent, rank) of each engine that was made."""
-    path = request.cwd / "engines"
-    return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_the_run_resumes_beside_an_engine_in_a_second_process(request_of_one: ProbeRequest) -> None:
     result = Launcher().run(request_of_one)
     assert result.status is ProbeStatus.FIT, result.reason + request_of_one.log_path.read_text()
-    (first, second) = engines(request_of_one)
+    (first, second) = engines_in(request_of_one.cwd)
     assert first[1] == second[0]  # which started the first
     names = [phase.name for phase in result.phases]
     assert {"load", "rollout", "scoring", "update", "optimizer", "save", "resume"} <= set(names)
@@ -124,7 +56,7 @@ def test_ranks_resume_in_second_processes_too(request_of_one: ProbeRequest) -> N
     result = Launcher().run(replace(request_of_one, values=values))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
-    assert sorted(rank for _, _, rank in engines(request_of_one)) == [0, 0, 1, 1]
+    assert sorted(rank for _, _, rank in engines_in(request_of_one.cwd)) == [0, 0, 1, 1]
     assert {"load", "rollout", "save", "resume"} <= {phase.name for phase in result.phases}
 
 
@@ -134,7 +66,7 @@ def test_an_engine_that_finds_no_room_is_an_oom_of_the_first_process(request_of_
     assert result.status is ProbeStatus.OOM, result.reason
     assert "No available memory" in result.reason
     assert result.oom_phase == "load"
-    assert len(engines(request_of_one)) == 1
+    assert len(engines_in(request_of_one.cwd)) == 1
     assert not (request_of_one.folder / "checkpoints").exists()
 
 
@@ -168,6 +100,6 @@ def _end_of(launcher: Launcher, request: ProbeRequest) -> ProbeResult:
 def _waits_for_engine(request: ProbeRequest, count: int) -> int:
     """The process of engine `count`, once it is being made."""
     ends = time.monotonic() + 120
-    while len(engines(request)) < count and time.monotonic() < ends:
+    while len(engines_in(request.cwd)) < count and time.monotonic() < ends:
         time.sleep(0.1)
-    return engines(request)[count - 1][0]
+    return engines_in(request.cwd)[count - 1][0]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from engine_stand_in import BESIDE_ENGINE, HELD_BYTES, engine_env, engines_in
 from null_gpu.build import NullGpu, h100s
 from test_rank_probes import Killer, no_process_names
 
@@ -207,6 +208,28 @@ def test_two_ranks_are_probed_on_two_cards(
     result = Launcher().run(request_of(recipe, server, slots_of(2), sharding=sharding))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_run_resumes_beside_one_engine_and_not_the_first_ones_bytes_too(
+    ranks: int, null_gpu: NullGpu, cards: Callable[..., None], server: ForkServer, tmp_path: Path, tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cards(ranks)
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of("grpo", tmp_path, tiny_model, server, ranks=ranks)
+    alone = Launcher().run(request_of(recipe, server, slots_of(ranks)))
+    engine = engine_env(tmp_path)
+    for name, value in {**null_gpu.env(), **engine}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((engine["PYTHONPATH"], null_gpu.env()["PYTHONPATH"])))
+    cold = request_of(recipe, server, slots_of(ranks), **BESIDE_ENGINE)  # the server's TRL has found no vLLM
+    beside = Launcher().run(replace(cold, folder=tmp_path / "q", server_socket=None))
+    assert beside.status is ProbeStatus.FIT, beside.reason
+    assert len(engines_in(tmp_path)) == 2 * ranks
+    assert alone.peak_allocated_bytes is not None
+    assert beside.peak_allocated_bytes is not None
+    assert HELD_BYTES <= beside.peak_allocated_bytes - alone.peak_allocated_bytes + 2 * MIB < 1.5 * HELD_BYTES
 
 
 def test_a_target_below_the_card_is_an_oom_in_its_phase(
