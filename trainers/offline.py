@@ -230,8 +230,16 @@ def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_o
             f"the hub does not answer; a simulated card does not need it: {option('gpu', 'NAME')}"
         )
     names = {n.lower(): n for n in catalogue.names()} | {n.lower().rpartition("/")[2]: n for n in catalogue.names()}
-    close = dict.fromkeys(names[n] for n in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.6))
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    asked = re.sub("_+", ".", Path(name).name) if is_path else name  # ModelScope's folders say 1___7B for 1.7B
+    close = dict.fromkeys(names[n] for n in difflib.get_close_matches(asked.lower(), names, n=4, cutoff=0.6))
     near = f"; similar names: {', '.join(close)}" if close else ""
+    if is_path:
+        same = f", such as {option('set', f'{key}={next(iter(close))}')}" if close else ""
+        return (
+            f"{key}: there is no folder {name!r} with a config.json here; to simulate it, give the model's name on the "
+            f"hub{same}, or put its config.json into a folder of that name"
+        )
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     give = (
         f"; to simulate it, save https://huggingface.co/{name}/raw/main/config.json into a folder and give the folder, "

@@ -15,6 +15,7 @@ from autofit.frontends import sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
+from autofit.frontends.shipped import deepspeed
 from autofit.frontends.tools import AXOLOTL
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
@@ -198,7 +199,7 @@ def _batch(draft: Draft) -> None:
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
     config, version = draft.mapping("fsdp_config"), draft.raw("fsdp_version")
     if draft.says("deepspeed"):
-        return sharing.zero(draft.given["deepspeed"], folder)
+        return sharing.zero(deepspeed(draft, folder), folder)
     if config or draft.says("fsdp"):
         return sharing.fsdp(draft.given.get("fsdp"), config, version)
     return {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.branches import Branches
 from autofit.frontends.sharing import near
-from autofit.recipe.yaml_file import MOST_BYTES, parse_yaml, read_yaml_mapping
+from autofit.recipe.yaml_file import MOST_BYTES, of_notebook, parse_yaml, read_yaml_mapping
 
 UNSURE = "\0"  # in a word whose value is only known where the script runs
 _ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and between its elements
@@ -25,6 +25,8 @@ _VARIABLE = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+])(.*))?", re.DOTALL)
 ASKS_FOR_NPUS = re.compile(
     r"""python3?\s+-c\s+(['"])import torch_npu\1(?:\s*[2&]?>\s*[\w/]+)*\s*&&\s*echo\s+(\w+)\s*\|\|\s*echo\s+(\w+)"""
 )
+_OF_NOTEBOOK = re.compile(r"(?m)^%%\w+[^\n]*$|^[ \t]*!(?=[\w/.])")
+_LOST = re.compile(r"(?m)^((?![ \t]*#)(?:(?!\s#)[^\n])*[^\s\\][ \t]*)\n(?=[ \t]*--[A-Za-z])")
 _SEPARATORS = ";&|\n)"
 _DEEPEST = 20
 
@@ -48,7 +50,7 @@ def script_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {str(error)[:100]}") from error
     if len(text) > MOST_BYTES:
         raise ConfigError(f"{path} must have at most {MOST_BYTES // 1024} KiB")
-    return text
+    return of_notebook(text)
 
 
 def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
@@ -56,6 +58,7 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
 
     With `likely`, a variable that conditions set has the first value that one of them gives it.
     """
+    text = _with_lost_backslashes(text)
     known: dict[str, str] = {}
     branches, sure = Branches(), True  # whether the statement before this one was an assignment that is certain
     scanner = _Scanner(text, known)
@@ -78,6 +81,15 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
         rest = [part for word in rest for part in word.replace(_ARRAY, "").split(_BETWEEN)]
         variables = {**known, **own}
         yield Command(tuple(rest[1:] if rest[0] == "env" else rest), variables, not branches.certain, start, end)
+
+
+def _with_lost_backslashes(text: str) -> str:
+    """`text`, as long, with a space for a newline before `--name`, which begins no command: a log's copy lost the \\.
+
+    A notebook's marks of a shell (`!`, `%%bash`) are spaces too.
+    """
+    text = _OF_NOTEBOOK.sub(lambda found: " " * len(found[0]), text)
+    return _LOST.sub(lambda found: f"{found[1]} ", text)
 
 
 def _assigned(before: str | None, value: str, *, more: bool, sure: bool, likely: bool) -> str:
@@ -121,6 +133,14 @@ def arguments(words: Sequence[str], folder: Path, *, tool: str) -> dict[str, obj
         plain = [_plain(value) for value in values]
         found[key] = True if not plain else plain[0] if len(plain) == 1 else plain
     return found
+
+
+def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, value) of each `--name value` and `--name=value` of a launcher; "" for one without a value."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word.startswith("--") and len(word) > 2:
+            name, mark, value = word[2:].partition("=")
+            yield name.replace("-", "_"), value if mark else "" if following.startswith("-") else following
 
 
 def _plain(word: str) -> object:

@@ -11,6 +11,7 @@ from autofit.errors import ConfigError
 from autofit.frontends import keys, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said
 from autofit.frontends.foreign import Foreign
+from autofit.frontends.shipped import deepspeed
 from autofit.frontends.tools import LLAMA_FACTORY
 
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
@@ -28,6 +29,13 @@ _SEEING = (
     "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir",
     "image_do_pan_and_scan", "crop_to_patches", "use_audio_in_video", "audio_sampling_rate",
 )  # fmt: skip
+# Names and values of 2023 and 2024: a key that went, and what it is today.
+_RENAMED = {"dpo_beta": "pref_beta", "dpo_loss": "pref_loss", "dpo_ftx": "pref_ftx", "orpo_beta": "pref_beta",
+            "sft_packing": "packing", "checkpoint_dir": "adapter_name_or_path"}  # fmt: skip
+_VALUES = {("flash_attn", True): "fa2", ("flash_attn", False): "disabled",
+           ("quantization_method", "bitsandbytes"): "bnb"}  # fmt: skip
+_QUANTISED = ("gptq", "awq", "aqlm")  # in the name of a model whose weights are so on disk
+_GONE = ("reserved_label_len", "resume_lora_training")
 _V1 = ("model_class", "dist_config", "kernel_config", "train_dataset")  # of the trainer under src/llamafactory/v1
 
 
@@ -38,7 +46,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     """
     if "model_name_or_path" not in given and any(key in given for key in _V1):
         raise ConfigError("files of LLaMA-Factory's new trainer (its v1: model, dist_config, ...) are not read yet")
-    draft = Draft(LLAMA_FACTORY.name, given)
+    draft = Draft(LLAMA_FACTORY.name, _of_today(given))
     stage = _check_training(draft)
     draft.put("model_name_or_path", draft.raw("model_name_or_path"))
     draft.put("model_revision", draft.text("model_revision"))
@@ -79,6 +87,17 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 
+def _of_today(given: Mapping[str, object]) -> dict[str, object]:
+    found = {key: value for key, value in given.items() if key not in _RENAMED and key not in _GONE}
+    for old, new in _RENAMED.items():
+        if old in given:
+            found.setdefault(new, given[old])
+    for (key, old), new in _VALUES.items():
+        if key in found and type(found[key]) is type(old) and found[key] == old:
+            found[key] = new
+    return found
+
+
 def _check_training(draft: Draft) -> str:
     """The stage. Raises ConfigError for a file that does not train, or that is not simulated."""
     if draft.given.get("model_name_or_path") is None:
@@ -105,7 +124,7 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
     if wrapped is not None:  # transformers puts it into fsdp_config
         config.setdefault("transformer_layer_cls_to_wrap", wrapped)
     if draft.says("deepspeed"):
-        return sharing.zero(draft.given["deepspeed"], folder)
+        return sharing.zero(deepspeed(draft, folder), folder)
     if draft.says("fsdp"):
         return sharing.fsdp(draft.given["fsdp"], config)
     draft.ignore(("fsdp_min_num_params",))
@@ -179,11 +198,12 @@ def _quantization(draft: Draft, compute: str) -> bool:
     bits = draft.whole("quantization_bit")
     kind = draft.text("quantization_method", choices=("bnb", "gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "mxfp4"))
     nested, table = draft.is_on("double_quantization", True), draft.text("quantization_type", "nf4")
-    for key in () if bits else ("double_quantization", "quantization_type"):
-        draft.defaults.pop(key, None)
     named = str(draft.given.get("model_name_or_path")).lower()
-    for method in ("gptq", "awq", "aqlm"):
-        if method in named and bits is None:
+    for key in ("double_quantization", "quantization_type"):
+        if bits is None or any(method in named for method in _QUANTISED):
+            draft.defaults.pop(key, None)
+    for method in _QUANTISED:
+        if method in named:  # model_utils/quantization.py: quantization_bit has no effect on it
             keys.take_quantised(draft, method, compute)
             return True
     if bits is None:

@@ -6,13 +6,13 @@ started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import sharing, swift_tasks
-from autofit.frontends.command import UNSURE, Command, arguments, commands
+from autofit.frontends.command import UNSURE, Command, arguments, commands, options
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
@@ -119,7 +119,7 @@ def _started(command: Command) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _accelerate_config(command: Command, folder: Path) -> Mapping[str, object]:
     """The config file of `accelerate launch`; {} without one. Raises ConfigError where it cannot be read."""
-    given = dict(_options(command.words)).get("config_file") if command.words[0] == "accelerate" else None
+    given = dict(options(command.words)).get("config_file") if command.words[0] == "accelerate" else None
     if given is None:
         return {}
     if UNSURE in given:
@@ -134,11 +134,11 @@ def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str
     Raises ConfigError where a rank would have several cards, over which ms-swift splits the model.
     """
     words = command.words
-    options = dict(_options(words))
-    each = options.get("nproc_per_node") or options.get("num_processes") or environment.get("NPROC_PER_NODE")
+    said = dict(options(words))
+    each = said.get("nproc_per_node") or said.get("num_processes") or environment.get("NPROC_PER_NODE")
     if each is None and config.get("num_processes") is not None:
         return int(number(config["num_processes"]) or 0) or None
-    machines = options.get("nnodes") or environment.get("NNODES") or "1"
+    machines = said.get("nnodes") or environment.get("NNODES") or "1"
     counts = [
         int(text) if text is not None and text.isdecimal() and len(text) < 10 else None for text in (each, machines)
     ]
@@ -162,13 +162,6 @@ def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str
             f"over {cards // counts[0]} (device_map), which is not simulated"
         )
     return counts[0] * counts[1]
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        if word.startswith("--"):
-            name, mark, value = word.removeprefix("--").partition("=")
-            yield name.replace("-", "_"), value if mark else following
 
 
 def _env(values: dict[str, object]) -> dict[str, str]:
@@ -221,7 +214,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _others(draft, kind)
     take(draft)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
-    return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length)
+    strict = not draft.is_on("ignore_args_error")
+    return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)
 
 
 def _kind(draft: Draft) -> str:

@@ -16,6 +16,7 @@ from autofit.frontends import (
     verl,
     verl_recipe,
     verl_rules,
+    yaml_script,
 )
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
@@ -51,7 +52,18 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
     folder = path.resolve().parent
     if trl_script.starts_trl(text):
         return _named(trl_script.TOOL, path, lambda: trl_script.of_script(text, folder=folder, ranks=ranks))
+    if yaml_script.starts(text):
+        started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
+        return _of_training(started, path, ranks)
     return _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks))
+
+
+def _of_training(found: yaml_script.Training, path: Path, ranks: int | None) -> Foreign:
+    """The recipe of LLaMA-Factory's or Axolotl's keys that a script starts a training with."""
+    folder, count = path.resolve().parent, found.ranks if ranks is None else ranks
+    made = _RECIPES[found.tool.name]
+    foreign = _named(found.tool.name, path, lambda: made(found.values, folder=folder, ranks=count))
+    return replace(foreign, notes=(*foreign.notes, *found.notes))
 
 
 def read_values(values: Mapping[str, object], path: Path, *, ranks: int | None = None) -> Foreign | None:
@@ -126,11 +138,17 @@ def _script(path: Path, ranks: int | None) -> Explanation:
         folder = path.resolve().parent
         if trl_script.starts_trl(text):
             return trl_script.explain(text, folder=folder, ranks=ranks)
+        if yaml_script.starts(text):
+            started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
+            count = started.ranks if ranks is None else ranks
+            said = tools.explain(started.tool, started.values, ranks=count)
+            return _with_recipe(said, lambda: _of_training(started, path, ranks))
         try:
             training = ms_swift.training(text, folder=folder)
         except ConfigError as error:
             raise ConfigError(
-                f"the script {path} must start ms-swift, TRL or `python -m verl.trainer.main_ppo`: {error.marked}"
+                f"the script {path} must start LLaMA-Factory, Axolotl, ms-swift, TRL or "
+                f"`python -m verl.trainer.main_ppo`: {error.marked}"
             ) from error
         ranks = training.ranks if ranks is None else ranks
         return _with_recipe(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.command import UNSURE, Command, arguments, commands
+from autofit.frontends.command import UNSURE, Command, arguments, commands, options
 from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
@@ -139,17 +139,17 @@ def _started(text: str) -> Iterator[tuple[Command, str, int]]:
 
 def _launch(before: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     """({key of an accelerate launch: value} of the words before the script, options that are not read)."""
-    options = dict(_options(before))
+    said = dict(options(before))
     found: dict[str, object] = {}
     unread: list[str] = []
-    counts = {"num_processes", "nproc_per_node", "num_gpus"} & options.keys()
-    nodes = next((options[key] for key in ("nnodes", "num_nodes") if key in options), "1")
+    counts = {"num_processes", "nproc_per_node", "num_gpus"} & said.keys()
+    nodes = next((said[key] for key in ("nnodes", "num_nodes") if key in said), "1")
     for key in counts:
-        each = options[key]
+        each = said[key]
         if not each.isdecimal() or not nodes.isdecimal():
             raise ConfigError(f"the script does not say {key} of {before[0]} for certain; write the value there")
         found["num_processes"] = int(each) * int(nodes)
-    for key, text in options.items():
+    for key, text in said.items():
         if key == "config_file":
             found["accelerate_config"] = text
         elif key in counts or key in ("nnodes", "num_nodes") or key in _WITHOUT:
@@ -159,13 +159,6 @@ def _launch(before: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         else:
             unread.append(f"--{key}")
     return found, unread
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        if word.startswith("--") and len(word) > 2:
-            name, mark, value = word[2:].partition("=")
-            yield name.replace("-", "_"), value if mark else "" if following.startswith("-") else following
 
 
 def _visible(command: Command, before: Sequence[str]) -> int | None:

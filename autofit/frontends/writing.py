@@ -17,7 +17,7 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, UnknownKeyError, quoted
-from autofit.frontends import axolotl, llama_factory, ms_swift, trl_recipe, verl_keys, verl_recipe
+from autofit.frontends import axolotl, llama_factory, ms_swift, trl_recipe, verl_keys, verl_recipe, yaml_script
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign, summary
 from autofit.frontends.reading import SCRIPTS, read, read_script, read_values
@@ -35,7 +35,8 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
         path = Path(given)
         text = script_text(path)
         script = read_script(path, text=text, ranks=ranks)
-        return _source(script, name or path.stem, f"the recipe {path}", _origin(script, path, text, ranks))
+        origin = _origin_of_config(script, path, text, ranks) or _origin(script, path, text, ranks)
+        return _source(script, name or path.stem, f"the recipe {path}", origin)
     source = read_source(given, name=name)
     if source.trainer is not None or not isinstance(given, str | os.PathLike | Mapping):
         return source
@@ -51,6 +52,22 @@ def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[
     if not can_write(foreign.tool):
         return {}
     return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
+
+
+def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | None) -> dict[str, object]:
+    """The YAML that a script names, with what the script lays over it; {} of one that names none.
+
+    Changes are written there: a tuned file is a YAML, and the tool's command takes it.
+    """
+    if foreign.tool not in (LLAMA_FACTORY.name, AXOLOTL.name):
+        return {}
+    found = yaml_script.training(text, folder=script.resolve().parent)
+    if found.config is None or found.config.suffix == ".json":
+        return {}
+    changed = script_text(found.config)
+    for key, value in found.laid_over.items():
+        changed = _in_yaml(changed, key, value)
+    return _origin(foreign, found.config, changed, found.ranks if ranks is None else ranks)
 
 
 def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]) -> Source:
@@ -354,7 +371,7 @@ def _flow(value: object) -> str:
 
 def _in_script(text: str, key: str, value: object) -> str:
     """`text` with `--key` of the first training that it starts set to `value`; all else stays."""
-    start, end = ms_swift.span(text)
+    start, end = yaml_script.span(text) if yaml_script.starts(text) else ms_swift.span(text)
     words = value if isinstance(value, list) else [value]
     shown = " ".join(_shell(word) for word in words)
     given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-){_WORD})*")

@@ -72,7 +72,7 @@ def _text(path: Path) -> str:
     """What the file holds. Opened without waiting, so that a pipe or a device is refused and not read."""
     try:
         content, _ = regular_bytes(path, most=MOST_BYTES, what="a YAML file")
-        return content.decode("utf-8")
+        return of_notebook(content.decode("utf-8"))
     except ConfigError:
         raise
     except FileNotFoundError as error:
@@ -83,6 +83,11 @@ def _text(path: Path) -> str:
         raise ConfigError(f"must be UTF-8 text; byte {error.start} is not valid") from error
     except ValueError as error:  # a null byte in the path
         raise ConfigError(f"is no path of a file: {error}") from error
+
+
+def of_notebook(text: str) -> str:
+    """`text` with a notebook's mark on its first line (`%%writefile FILE`) as a comment."""
+    return f"# {text}" if text.startswith("%%") else text
 
 
 def _one_line(error: yaml.YAMLError) -> str:

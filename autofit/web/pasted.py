@@ -14,6 +14,7 @@ import yaml
 from autofit.errors import ConfigError, printable, quoted
 from autofit.frontends.foreign import Explanation
 from autofit.frontends.reading import explain
+from autofit.frontends.shipped import shipped
 from autofit.frontends.tools import tool_of
 from autofit.frontends.verl import starts_verl
 from autofit.recipe.catalogue import architecture
@@ -94,10 +95,13 @@ def read(text: str, folder: Path) -> Pasted:
 def _recipe(path: Path, **said: object) -> Pasted:
     try:
         values = read_yaml_mapping(path, what="recipe")
-        if tool_of(values) is not None:
-            kept, left = without_files(values)
+        if (tool := tool_of(values)) is not None:
+            own = shipped(tool.name, values.get("deepspeed"))
+            kept, left = without_files(values if own is None else {**values, "deepspeed": own})
             path.write_text(yaml.safe_dump(kept), encoding="utf-8")
             notes = (f"left out, as no file is read: {', '.join(left[:12])}",) if left else ()
+            if own is not None:
+                notes += (f"{Path(str(values['deepspeed'])).name} is taken for the file that {tool.name} ships",)
             return Pasted(values=kept, explained=explain(path), notes=notes)
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
@@ -136,7 +140,9 @@ def _may_be_a_file(key: str, value: object) -> bool:
 def _is_command(text: str) -> bool:
     """Whether the first word, after variables of the environment, starts programs; a YAML's ends in a colon."""
     words = text.lstrip()[:_HEAD].replace("\\\n", " ").split()
-    first = next((word for word in words if not _VARIABLE.fullmatch(word) and word not in ("$", "!")), "")
+    first = next((word for word in words if not _VARIABLE.fullmatch(word) and word not in ("$", "!")), "").removeprefix(
+        "!"
+    )
     return first.rpartition("/")[2] in _STARTERS
 
 

@@ -1,0 +1,157 @@
+"""Scripts that start LLaMA-Factory or Axolotl: with a YAML, with values laid over it, or with arguments alone.
+
+LLaMA-Factory (hparams/parser.py, read_args, and launcher.py at ff6d4d12) takes a YAML and `key=value` after it, or
+`--key value`; Axolotl (cli/main.py at 067b021c) a YAML and `--key value` after it. No torch here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autofit.errors import ConfigError, quoted
+from autofit.frontends.command import UNSURE, Command, arguments, commands, options
+from autofit.frontends.sharing import near, of_accelerate
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, Tool
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+
+_YAML = (".yaml", ".yml", ".json")
+_PROGRAMS = {"llamafactory-cli": LLAMA_FACTORY, "lmf": LLAMA_FACTORY, "axolotl": AXOLOTL}  # each with `train`
+_SCRIPT = re.compile(r"(?:.*/)?(?:(train_bash\.py|src/train\.py|llamafactory/launcher\.py)|(axolotl/cli/train\.py))")
+_MODULE = re.compile(r"(llamafactory\.(?:launcher|cli))|(axolotl\.cli\.train)")
+# Of `axolotl train` (cli/args.py, cli/main.py): how it is started, and nothing of the training.
+_NAMES = """
+launcher num_processes num_machines main_process_port main_process_ip sweep cloud debug debug_text_only
+debug_num_examples prompter shard mixed_precision machine_rank accelerate_config use_ray ray_num_workers
+"""
+_OF_LAUNCH = frozenset(_NAMES.split())
+_SOURCE, _TARGET = "max_source_length", "max_target_length"  # of LLaMA-Factory until 2023
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training that a script starts: the tool, its keys and values, and the ranks where the script says them.
+
+    `config` is the YAML that it names, and `laid_over` has the values that the script says besides.
+    """
+
+    tool: Tool
+    values: Mapping[str, object]
+    ranks: int | None
+    config: Path | None = None
+    laid_over: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def starts(text: str) -> bool:
+    """Whether a script starts a training with LLaMA-Factory or Axolotl."""
+    return next(_started(text), None) is not None
+
+
+def span(text: str) -> tuple[int, int]:
+    """(start, end) of the text of the first training that a script starts."""
+    command = next(_started(text))[0]
+    return command.start, command.end
+
+
+def training(text: str, *, folder: Path) -> Training:
+    """The first training that a script in `folder` starts. Raises ConfigError."""
+    found = list(_started(text))
+    command, tool, place = found[0]
+    words = command.words[place + 1 :]
+    config = near(_certain("the config", words[0]), folder) if words and words[0].endswith(_YAML) else None
+    if config is None and tool is AXOLOTL:
+        raise ConfigError("`axolotl train` names no YAML in it")
+    rest = words if config is None else words[1:]
+    own = _overrides(rest) if config is not None and tool is LLAMA_FACTORY else _arguments(rest, folder, tool)
+    shared = _accelerate_config(command, place, folder)
+    given = {} if config is None else read_yaml_mapping(config, what=f"config of {tool.name}")
+    unsure = [key for key, value in own.items() if UNSURE in str(value) and key != "output_dir"]
+    if unsure:
+        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    over = of_accelerate(shared) if tool is LLAMA_FACTORY and not {"deepspeed", "fsdp"} & {*given, *own} else {}
+    over |= {key: value for key, value in own.items() if key not in _OF_LAUNCH}
+    notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
+    return Training(
+        tool=tool, values={**given, **over}, ranks=_ranks(command, place, tool, shared), config=config, laid_over=over,
+        notes=notes,
+    )  # fmt: skip
+
+
+def _started(text: str) -> Iterator[tuple[Command, Tool, int]]:
+    """(a command that trains, the tool, the place of the last word before its arguments)."""
+    for command in commands(text):
+        words = command.words
+        if len(words) > 1 and words[1] == "train" and (tool := _PROGRAMS.get(words[0].rpartition("/")[2])):
+            yield command, tool, 1
+            continue
+        for place, word in enumerate(words):
+            match = _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)
+            if match is not None:
+                after = place + (words[place + 1 : place + 2] == ("train",))
+                yield command, LLAMA_FACTORY if match[1] else AXOLOTL, after
+                break
+
+
+def _overrides(words: Sequence[str]) -> dict[str, object]:
+    """{key: value} of `key=value`, as OmegaConf reads them; a key may be a.b."""
+    found: dict[str, object] = {}
+    for word in words:
+        key, mark, value = word.partition("=")
+        if not mark or key.startswith("-"):
+            raise ConfigError(f"after its YAML LLaMA-Factory takes key=value; got {quoted(word)}")
+        found[key] = UNSURE if UNSURE in value else parse_yaml(value)
+    return found
+
+
+def _arguments(words: Sequence[str], folder: Path, tool: Tool) -> dict[str, object]:
+    """The values of `--key value`, up to a `--`; LLaMA-Factory's lengths of 2023 as the one that they made together."""
+    end = words.index("--") if "--" in words else len(words)
+    found = arguments(words[:end], folder, tool=tool.name)
+    source, target = found.get(_SOURCE), found.get(_TARGET)
+    if tool is LLAMA_FACTORY and isinstance(source, int) and isinstance(target, int):
+        found = {key: value for key, value in found.items() if key not in (_SOURCE, _TARGET)}
+        found.setdefault("cutoff_len", source + target)
+    return found
+
+
+def _accelerate_config(command: Command, place: int, folder: Path) -> Mapping[str, object]:
+    """The config file of `accelerate launch`; {} without one."""
+    given = dict(options(command.words[:place])).get("config_file") if command.words[0] == "accelerate" else None
+    if given is None:
+        return {}
+    return read_yaml_mapping(near(_certain("config_file", given), folder), what="accelerate config")
+
+
+def _ranks(command: Command, place: int, tool: Tool, shared: Mapping[str, object]) -> int | None:
+    """Ranks that are started: by the launcher's options or its config, by the environment, or one a visible card."""
+    words, environment = command.words, command.variables
+    # `axolotl train` starts a launcher itself, with options among its own
+    said = dict(options(words if words[0].rpartition("/")[2] == "axolotl" else words[:place]))
+    if "include" in said:  # deepspeed's `--include localhost:0,1`
+        return sum(len(host.partition(":")[2].split(",")) for host in said["include"].split("@"))
+    total = said.get("num_processes") or shared.get("num_processes")
+    each = said.get("nproc_per_node") or said.get("num_gpus")
+    machines = next((said[key] for key in ("nnodes", "num_nodes", "num_node") if key in said), None)
+    if total is None and each is None and place == 1 and tool is LLAMA_FACTORY:
+        each, machines = environment.get("NPROC_PER_NODE"), environment.get("NNODES")
+    if total is not None:
+        return _whole(total)
+    if each is None and words[0].rpartition("/")[2].startswith("python") and "torch.distributed.run" not in words:
+        return 1
+    if each is None:
+        shown = environment.get("CUDA_VISIBLE_DEVICES", "")
+        each = len(shown.split(",")) if shown and UNSURE not in shown else None
+    one, count = _whole(each), _whole(machines or 1)
+    return None if one is None or count is None else one * count
+
+
+def _whole(value: object) -> int | None:
+    text = str(value)
+    return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else None
+
+
+def _certain(what: str, value: str) -> str:
+    if UNSURE in value:
+        raise ConfigError(f"the script does not say {what} for certain; write the file there")
+    return value
