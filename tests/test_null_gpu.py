@@ -223,8 +223,10 @@ def test_a_run_resumes_beside_one_engine_and_not_the_first_ones_bytes_too(
     for name, value in {**null_gpu.env(), **engine}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((engine["PYTHONPATH"], null_gpu.env()["PYTHONPATH"])))
-    cold = request_of(recipe, server, slots_of(ranks), **BESIDE_ENGINE)  # the server's TRL has found no vLLM
-    beside = Launcher().run(replace(cold, folder=tmp_path / "q", server_socket=None))
+    request = request_of(recipe, server, slots_of(ranks))
+    beside = Launcher().run(replace(  # not by the server, whose TRL has found no vLLM
+        request, folder=tmp_path / "q", server_socket=None, values={**request.values, **BESIDE_ENGINE},
+    ))  # fmt: skip
     assert beside.status is ProbeStatus.FIT, beside.reason
     assert len(engines_in(tmp_path)) == 2 * ranks
     assert alone.peak_allocated_bytes is not None

@@ -92,9 +92,9 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
     for old, new in _RENAMED.items():
         if old in given:
             found.setdefault(new, given[old])
-    for (key, old), new in _VALUES.items():
-        if key in found and type(found[key]) is type(old) and found[key] == old:
-            found[key] = new
+    for (key, value), today in _VALUES.items():
+        if type(found.get(key)) is type(value) and found[key] == value:
+            found[key] = today
     return found
 
 

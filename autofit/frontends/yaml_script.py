@@ -131,7 +131,7 @@ def _ranks(command: Command, place: int, tool: Tool, shared: Mapping[str, object
     if "include" in said:  # deepspeed's `--include localhost:0,1`
         return sum(len(host.partition(":")[2].split(",")) for host in said["include"].split("@"))
     total = said.get("num_processes") or shared.get("num_processes")
-    each = said.get("nproc_per_node") or said.get("num_gpus")
+    each: object = said.get("nproc_per_node") or said.get("num_gpus")
     machines = next((said[key] for key in ("nnodes", "num_nodes", "num_node") if key in said), None)
     if total is None and each is None and place == 1 and tool is LLAMA_FACTORY:
         each, machines = environment.get("NPROC_PER_NODE"), environment.get("NNODES")

@@ -99,10 +99,10 @@ def _recipe(path: Path, **said: object) -> Pasted:
             own = shipped(tool.name, values.get("deepspeed"))
             kept, left = without_files(values if own is None else {**values, "deepspeed": own})
             path.write_text(yaml.safe_dump(kept), encoding="utf-8")
-            notes = (f"left out, as no file is read: {', '.join(left[:12])}",) if left else ()
+            notes = [f"left out, as no file is read: {', '.join(left[:12])}"] if left else []
             if own is not None:
-                notes += (f"{Path(str(values['deepspeed'])).name} is taken for the file that {tool.name} ships",)
-            return Pasted(values=kept, explained=explain(path), notes=notes)
+                notes.append(f"{Path(str(values['deepspeed'])).name} is taken for the file that {tool.name} ships")
+            return Pasted(values=kept, explained=explain(path), notes=tuple(notes))
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
     return Pasted(values=values, **said)  # type: ignore[arg-type]
