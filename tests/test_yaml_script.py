@@ -204,3 +204,21 @@ def test_quantization_bit_has_no_effect_on_a_model_that_is_stored_quantised(tmp_
         assert found is not None
         notes.append([note for note in found.notes if "GPTQ" in note])
     assert notes[0] == notes[1] != []
+
+
+@pytest.mark.parametrize(
+    ("text", "looks"),
+    [
+        (LLAMA, False), (LLAMA.replace("lora", "full"), None), (f"{LLAMA}ddp_find_unused_parameters: true\n", True),
+        (f"{LLAMA}fsdp: full_shard\n", None), (AXO, False), (f"{AXO}ddp_find_unused_parameters: true\n", True),
+    ],
+)  # fmt: skip
+def test_ddp_looks_for_parameters_without_a_gradient_where_the_tool_lets_it(
+    text: str, looks: bool | None, tmp_path: Path
+) -> None:
+    """With adapters and reentrant checkpointing transformers' own default ends in the first backward pass."""
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    found = read(path)
+    assert found is not None
+    assert found.values.get("ddp_find_unused_parameters") is looks

@@ -83,6 +83,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.same(*_SAME)
     draft.put("env", dict(GROWING_SEGMENTS))
     draft.put("average_tokens_across_devices", False, "optimizer")  # base.py, _set_base_training_args
+    if not launch and not draft.given.get("rl"):  # causal.py: DDP looks for unused parameters where it is asked to
+        draft.put("ddp_find_unused_parameters", draft.is_on("ddp_find_unused_parameters"))
     draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")
     scheduler = draft.text("lr_scheduler")
     draft.put("lr_scheduler_type", None if scheduler in ("one_cycle", "rex") else scheduler, "lr_scheduler")

@@ -78,6 +78,10 @@ class Draft:
             self._wrong.append(f"{key} must be true or false; got {quoted(given)}")
         return bool(found)
 
+    def truth(self, key: str, usual: bool | None) -> bool | None:
+        """Whether `key` is on; where the file does not say, `usual`: None where the tool leaves it open."""
+        return self.is_on(key) if self.given.get(key) is not None else usual
+
     def text(self, key: str, usual: str | None = None, *, choices: Collection[str] = ()) -> str | None:
         given = self.raw(key, usual)
         if given is None:

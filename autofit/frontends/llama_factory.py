@@ -56,6 +56,9 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
     launch = _launch(draft, folder)
     _method(draft, launch)
+    if not launch:  # hparams/parser.py: LoRA under DDP looks for no parameter without a gradient
+        lora = draft.given.get("finetuning_type", "lora") == "lora"
+        draft.put("ddp_find_unused_parameters", draft.truth("ddp_find_unused_parameters", False if lora else None))
     length = _length(draft, stage)
     _checkpoints(draft)
     _host_experts(draft)
