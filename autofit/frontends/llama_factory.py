@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import keys, sharing
+from autofit.frontends import evaluation, keys, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.tools import LLAMA_FACTORY
@@ -71,12 +71,22 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     own = keys.keys_of(LLAMA_FACTORY.name)
     draft.name(own.noted)
     keys.take(draft)
+    _evaluation(draft, length)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore((*own.without_effect, "use_kt"))
     if launch or (ranks or workers or 1) > 1:
         draft.put("env", dict(GROWING_SEGMENTS))
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
+
+
+def _evaluation(draft: Draft, length: int) -> None:
+    """transformers' default of samples at once is 8, whatever the training's are."""
+    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
+    if strategy not in (None, "no", False) or draft.says("do_eval"):
+        evaluation.told(
+            draft, "per_device_eval_batch_size", usual=8, tokens=length, objective=draft.values["objective"]
+        )
 
 
 def _check_training(draft: Draft) -> str:
