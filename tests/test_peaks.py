@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.frontends.peaks import table
 from experiments.frontends.peaks.mixed import draw, packs
+from experiments.frontends.peaks.predicting import with_deepspeed
 from experiments.frontends.peaks.rows import KINDS, Row, read_rows
 from experiments.frontends.peaks.then import NAME
 from experiments.frontends.peaks.whole_run import Event, Traced, grown
@@ -120,3 +124,21 @@ def test_rows_of_2023_that_pefts_code_of_then_decides_are_of_that_code() -> None
     assert rows["axolotl/llama-2/lora"].trainer == rows["qwen/LoRA (emb) 7B, 512 tokens"].trainer == NAME
     assert rows["axolotl/llama-2/lora"].changes["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
     assert not rows["qwen/LoRA 7B, 512 tokens"].trainer
+
+
+def test_a_script_of_ms_swift_has_the_deepspeed_config_of_its_day(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+    config, script = tmp_path / "swift" / "llm" / "zero3.json", tmp_path / "run.sh"
+    config.parent.mkdir(parents=True)
+    git("init", "-q")
+    for overlap in (True, False):
+        config.write_text(json.dumps({"optimizer": {}, "zero_optimization": {"stage": 3, "overlap_comm": overlap}}))
+        git("add", "-A")
+        git("commit", "-q", "-m", "a")
+    script.write_text("swift sft --model a --deepspeed zero3 \\\n --max_length 8\n")
+    with_deepspeed(script, "HEAD~1", tmp_path)
+    assert script.read_text() == f"swift sft --model a --deepspeed {tmp_path}/zero3.json \\\n --max_length 8\n"
+    written = json.loads((tmp_path / "zero3.json").read_text())
+    assert written == {"zero_optimization": {"stage": 3, "overlap_comm": True}}

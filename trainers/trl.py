@@ -37,7 +37,8 @@ _RESTS = (
     "packing wrapped: the few micro-batches with a row shorter than max_length (the rest of 1,000 samples) have an "
     "attention mask, which is not counted"
 )
-# Keys that a probe sets in every recipe: reports, evaluation, pushes and plots change neither peak nor step time.
+# Keys that a probe sets in every recipe: reports, pushes and plots change neither peak nor step time. An evaluation may
+# have a higher peak than a step; it is not simulated.
 QUIET: dict[str, object] = {
     "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
     "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,

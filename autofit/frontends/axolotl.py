@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import sharing
+from autofit.frontends import evaluation, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
@@ -100,6 +100,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _pruned(draft, trainer)
     _plugins(draft)
     keys_of(AXOLOTL.name).take(draft)
+    if draft.says("val_set_size") or draft.says("test_datasets"):  # without the key as many as training takes
+        evaluation.told(draft, "eval_batch_size", usual=1, tokens=length, objective=draft.values.get("objective"))
     sharers, dealt = _shared_sequence(draft, objective), _dealt_experts(draft, launch)
     ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
     if ranks is not None and ranks % sharers:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import keys, sharing
+from autofit.frontends import evaluation, keys, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.shipped import deepspeed
@@ -82,6 +82,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     own = keys.keys_of(LLAMA_FACTORY.name)
     draft.name(own.noted)
     keys.take(draft)
+    _evaluation(draft, length)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore((*own.without_effect, "use_kt"))
@@ -99,6 +100,15 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
         if type(found.get(key)) is type(value) and found[key] == value:
             found[key] = today
     return found
+
+
+def _evaluation(draft: Draft, length: int) -> None:
+    """transformers' default of samples at once is 8, whatever the training's are."""
+    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
+    if strategy not in (None, "no", False) or draft.says("do_eval"):
+        evaluation.told(
+            draft, "per_device_eval_batch_size", usual=8, tokens=length, objective=draft.values["objective"]
+        )
 
 
 def _check_training(draft: Draft) -> str:

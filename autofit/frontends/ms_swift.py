@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import sharing, swift_tasks
+from autofit.frontends import evaluation, sharing, swift_tasks
 from autofit.frontends.command import UNSURE, Command, arguments, commands, options
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
@@ -213,6 +213,10 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         draft.fixed.add("gradient_checkpointing")
     _others(draft, kind)
     take(draft)
+    if draft.says("val_dataset") or (number(draft.given.get("split_dataset_ratio")) or 0) > 0:
+        evaluation.told(
+            draft, "per_device_eval_batch_size", usual=1, tokens=length, objective=draft.values.get("objective")
+        )
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     strict = not draft.is_on("ignore_args_error")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)

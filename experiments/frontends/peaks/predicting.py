@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -20,6 +21,7 @@ from experiments.frontends.peaks.mixed import draw, packs
 from experiments.frontends.peaks.rows import Row, read_rows
 
 DRAWN = 64  # lengths, which repeat after that
+NAMED_ZERO = re.compile(r"(--deepspeed\s+)(zero[0-3](?:_offload)?)\b")
 
 
 def estimate(row: Row, tokens: int | None, checkout: Path, folder: Path) -> Estimate:
@@ -56,13 +58,33 @@ def lengths(row: Row, tokens: int | None) -> tuple[int, ...]:
     return draw(row.samples, count=DRAWN, most=tokens)
 
 
+def git(checkout: Path, *words: str) -> bytes:
+    """What git says of a checkout."""
+    return subprocess.run(["git", "-C", str(checkout), *words], check=True, capture_output=True).stdout
+
+
 def files_of(commit: str, checkout: Path, folder: Path) -> None:
     """The tool's examples as they were at a commit, in `folder`: a script may name other files among them."""
-    archive = subprocess.run(["git", "-C", str(checkout), "archive", commit, "examples"], check=True,
-                             capture_output=True).stdout  # fmt: skip
+    archive = git(checkout, "archive", commit, "examples")
     folder.mkdir()
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
+
+
+def with_deepspeed(script: Path, commit: str, checkout: Path) -> None:
+    """Put ms-swift's own DeepSpeed config of that commit in the place of its name in a script.
+
+    Its optimizer and schedule are left out: DeepSpeed would compile its AdamW, which has the same states.
+    """
+    text = script.read_text("utf-8")
+    if (named := NAMED_ZERO.search(text)) is None:
+        return
+    listed = git(checkout, "ls-tree", "-r", "--name-only", commit, "swift").decode().splitlines()
+    path = next(path for path in listed if path.endswith(f"/{named[2]}.json") and "megatron" not in path)
+    config = json.loads(git(checkout, "show", f"{commit}:{path}"))
+    kept = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    write_json(script.with_name(f"{named[2]}.json"), kept)
+    script.write_text(NAMED_ZERO.sub(rf"\1{script.with_name(named[2])}.json", text), "utf-8")
 
 
 def figures(answer: Estimate) -> Mapping[str, object]:
@@ -81,6 +103,8 @@ def predict(row: Row, checkout: Path) -> dict[str, object]:
             (Path(name) / "model").mkdir()
         if row.commit:
             files_of(row.commit, checkout, Path(name) / "then")
+            if row.tool == "ms-swift":
+                with_deepspeed(Path(name) / "then" / row.path, row.commit, checkout)
         low, high = row.longest_tokens or (None, None)
         found: dict[str, object] = {"most": figures(estimate(row, high, checkout, Path(name)))}
         if low != high and not row.samples:
