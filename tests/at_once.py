@@ -1,8 +1,9 @@
 """A launcher of probes for tests: answers within the call, with no job and no process."""
 
 from autofit.files import write_json
+from autofit.probing.job import run_probe
 from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest
+from autofit.probing.result import ProbeRequest, ProbeResult
 
 
 class AtOnce(Launcher):
@@ -11,3 +12,9 @@ class AtOnce(Launcher):
     def submit(self, request: ProbeRequest) -> None:
         write_json(request.request_path, request.to_json())
         self._function(str(request.request_path))
+
+
+def probed(request: ProbeRequest) -> ProbeResult:
+    """The result of a probe in a child of the request's fork server, without a job: two processes and their imports."""
+    assert request.server_socket is not None
+    return AtOnce(run_probe).run(request)

@@ -1,8 +1,8 @@
 """The `autofit` command as a process of its own, forked by a kept server that has the imports (3 to 6 s each).
 
-The server is the product's own (autofit.probing.kept_server), one for each worker of pytest: it runs the command, and
-the command's calls of the fork server. What the command starts has the environment of the session: a test that changes
-it, or is of the start itself, runs `python -m autofit`.
+The server is the product's own (autofit.probing.kept_server), one for each worker of pytest: it runs the command, its
+calls of the fork server and its full runs (forked_runs.py). What the command starts has the environment of the session:
+a test that changes it, or is of the start itself, runs `python -m autofit`.
 """
 
 import contextlib
@@ -112,14 +112,7 @@ def server() -> Path:
     global _held
     path = _home / "commands"
     if _held is None:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "autofit.probing.fork_server",
-            str(_home / "warm" / "s"),
-            f"stays={path}",
-        ]
+        command = [sys.executable, "-P", "-m", "forked_runs", str(_home / "warm" / "s"), str(path)]
         (_home / "warm").mkdir()
         with (_home / "commands.log").open("wb") as log:
             subprocess.Popen(

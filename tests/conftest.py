@@ -34,6 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, HELPERS), os.
 # Tiny models gain nothing from a second thread, and threads that spin beside another worker cost seconds: a training
 # under torch's profiler took 49 s of processor time with two threads, 20 s with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all tests are collected: collections while modules are imported take seconds, and free nothing
 
 
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
@@ -69,6 +70,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return TestsAndFiles(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only slow tests are asked for, files without one are not imported."""
+    if collection_path.suffix != ".py" or not config.getoption("markexpr").startswith("slow and "):
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    has_slow = "mark.slow" in collection_path.read_text("utf-8") or file in durations.files()
+    return None if has_slow else True
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of durations.tsv as slow, but for whole cases of a capability, which the default tests have.
@@ -100,6 +110,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ the table is made again from the files given: new tests of a second or more join
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ def read() -> dict[str, Long]:
     """The table: test (file::name, a method's class left out) to its row."""
     rows = (line.split("\t") for line in TABLE.read_text("utf-8").splitlines()[1:])
     return {test: Long(float(seconds), runs == "default") for seconds, runs, test in rows}
+
+
+@functools.cache
+def files() -> frozenset[str]:
+    """The files with a test in the table."""
+    return frozenset(test.split("::")[0] for test in read())
 
 
 def measured(reports: list[str]) -> dict[str, float]:

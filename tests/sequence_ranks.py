@@ -1,14 +1,11 @@
 """A training whose ranks share their samples: as one rank of a fake process group, or on real gloo ranks of the CPU.
 
-Also the program of the real ranks.
+The real ranks are forks of a call of the fork server, which has the imports.
 """
 
 import gc
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -23,10 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.supervise import free_port
 from autofit.trainers.hf_sequence import InChunks
 from autofit.trainers.sequence import SharedSequence
 
-ROOT = Path(__file__).parent
 ROWS, LENGTH = 2, 96
 
 
@@ -61,12 +59,15 @@ def simulated_peak_bytes(ranks: int, rank: int) -> int:
     return gpu.peak_requested_bytes
 
 
-def real(ranks: int, port: int) -> list[dict[str, Any]]:
+def real(ranks: int, server: ForkServer, folder: Path) -> list[dict[str, Any]]:
     """Of each real rank: its peak in bytes, the loss, and the norm of its gradient's share, times the ranks."""
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, str(ranks)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=300, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    answer, log = folder / "ranks.json", folder / "ranks.log"
+    ending = server.call(
+        {"entry": "sequence_ranks:real_ranks", "argument": json.dumps([ranks, str(answer)]), "cwd": str(folder),
+         "log": str(log), "deadline_s": 300, "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
+    )  # fmt: skip
+    assert ending.exit_code == 0, log.read_text()
+    found: list[dict[str, Any]] = json.loads(answer.read_text())
     return found
 
 
@@ -110,12 +111,10 @@ def _real_rank(ranks: int, rank: int) -> dict[str, Any]:
     return {"peak_bytes": peak, "loss": loss.item(), "gradient": (gradient / ranks).norm().item()}
 
 
-def main() -> None:
-    ranks = int(sys.argv[1])
+def real_ranks(argument: str) -> int:
+    """In the server's child: what `real` returns, in a file."""
+    ranks, answer = json.loads(argument)
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
         found = list(pool.map(partial(_real_rank, ranks), range(ranks)))
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    Path(answer).write_text(json.dumps(found))
+    return 0

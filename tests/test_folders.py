@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import command_line
 import pytest
 import search_driver
 
@@ -50,16 +51,14 @@ def test_a_read_only_folder_is_one_line(
 
 @pytest.mark.slow
 def test_a_mirror_that_cannot_be_written_is_one_line(read_only: Path) -> None:
-    autofit = [sys.executable, "-m", "autofit"]
     subprocess.run([sys.executable, search_driver.__file__, read_only, "2"], check=True)
-    subprocess.run(
-        [*autofit, "sync", "--dir", read_only], check=True
-    )  # in processes of their own, which close all files
+    # In processes of their own, which close all files.
+    assert command_line.run(read_only, "sync", "--dir", str(read_only)).returncode == 0
     with closing(sqlite3.connect(read_only / "mlflow.db")) as database, database:
         database.execute("DELETE FROM tags")  # so that there is something to write
     subprocess.run(["mount", "-o", "remount,ro", read_only], check=True)
     for command in ("sync", "ui"):
-        done = subprocess.run([*autofit, command, "--dir", read_only], capture_output=True, text=True, check=False)
+        done = command_line.run(read_only, command, "--dir", str(read_only))
         assert done.returncode == 2, command
         assert done.stderr.startswith("autofit: ")
         assert len(done.stderr.splitlines()) == 1

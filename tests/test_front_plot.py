@@ -8,12 +8,12 @@ from typing import Any
 import lawful
 import numpy as np
 import pytest
+from at_once import AtOnce
 from matplotlib.figure import Figure
 from search_driver import plan
 
 from autofit.api.events import TrialResult
 from autofit.forecast.predictions import Cloud, Predictions
-from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeStatus
 from autofit.tracking.front_plot import FrontPicture, front_figure, study_figure, title_of
 from autofit.tuning.record import record_of
@@ -134,7 +134,7 @@ def test_a_hundred_thousand_predictions_are_kept_as_a_few_points_that_span_the_s
 def test_a_search_keeps_its_predictions_with_the_study_and_an_older_study_has_none(tmp_path: Path) -> None:
     wanted = plan(tmp_path, 3)
     wanted = replace(wanted, predictions=law(wanted))
-    Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.at_once)).run()
+    Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once)).run()
     study = load_study(tmp_path, "law")
     record, trials = record_of(study), trials_of(study)
     figure = study_figure("law", trials, record)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lawful
 import pytest
+from at_once import AtOnce
 from recipes import grpo_recipe
 from search_driver import plan
 
@@ -18,7 +19,6 @@ from autofit.api.page import page_of
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.probing.launch import Launcher
 from autofit.probing.supervise import note_of
 from autofit.space.describe import reason_for
 from autofit.space.knob import load_space
@@ -81,7 +81,7 @@ def searched(folder: Path, *, trials: int = 6, target_mb: int = 150, model: str 
     space = Space.of(recipe, load_space(None, trainer="grpo"))
     wanted = replace(wanted, recipe=recipe, space=space, study_name=name)
     study = open_study(wanted)
-    Search(wanted, study, server_socket=None, launcher=Launcher(lawful.at_once)).run()
+    Search(wanted, study, server_socket=None, launcher=AtOnce(lawful.at_once)).run()
     best = winner(trials_of(study), **record_of(study).rule)
     if best is not None:
         kept = sensitivity(space, trials_of(study), best, limit_bytes=wanted.limit_bytes, predict=lambda *_: None)

@@ -39,7 +39,7 @@ import autofit
 assert autofit.__file__.startswith(sys.argv[1]), autofit.__file__
 from autofit.recipe.profile import profiles
 print(*sorted(profiles()))
-import autofit.search_spaces, autofit.trainers.common
+import autofit.search_spaces, autofit.trainers.keys
 """
 
 

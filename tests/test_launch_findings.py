@@ -322,6 +322,7 @@ def test_ddp_with_unused_parameters_and_reentrant_checkpoints_fails_in_its_first
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_doctor_prints_each_finding_and_ends_with_1_where_it_would_not_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

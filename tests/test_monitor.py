@@ -18,6 +18,7 @@ from typing import Any
 import lawful
 import psutil
 import pytest
+from at_once import AtOnce
 from drivers import FAKE_GPU_UUID, Card, Driver, compiled
 from search_driver import plan
 
@@ -29,7 +30,6 @@ from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.usage import HostUse, ProcessUse, host_use, tree_use
 from autofit.probing.at_work import probes_at_work
-from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest
 from autofit.probing.supervise import note_of
 from autofit.recipe.recipe import merge
@@ -45,7 +45,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished study of 4 trials."""
     folder = tmp_path_factory.mktemp("studies")
     wanted = plan(folder, 4)
-    Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.at_once)).run()
+    Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once)).run()
     return folder
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
+from at_once import probed
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
@@ -21,7 +22,6 @@ from autofit.plugin.fields import accepts
 from autofit.plugin.protocol import Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.keys import RENAMED
@@ -148,7 +148,7 @@ def simulated(trainer: str, path: Path, server: ForkServer) -> ProbeResult:
         folder=path.parent / "p", trainer=trainer, values=recipe.values, device="sim:a100-40gb", limit_bytes=None,
         worst_case=worst_case_path(path.parent / "i"), server_socket=server.socket_path,
     )  # fmt: skip
-    result = Launcher().run(request)
+    result = probed(request)
     assert result.status is ProbeStatus.FIT, result.reason
     return result
 

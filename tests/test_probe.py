@@ -12,6 +12,7 @@ import psutil
 import pytest
 import tiny
 import yaml
+from at_once import probed
 from rank_peaks import allocator_bytes
 
 from autofit.plugin.protocol import Report, Task, WorstCase
@@ -54,7 +55,7 @@ def probe(
         limit_bytes=limit_bytes, worst_case=worst_case_path(recipe.folder), cwd=recipe.folder, deadline_s=deadline_s,
         server_socket=None if warm is None else warm.socket_path,
     )  # fmt: skip
-    return Launcher().run(request)
+    return Launcher().run(request) if warm is None else probed(request)
 
 
 def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:

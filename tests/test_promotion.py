@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -63,15 +61,17 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: Path) -> None:
+def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     done = run(studied, "promote", "best", "--write-only", "--out", "tuned.yaml")
     assert done.returncode == 0, done.stderr
     values = yaml.safe_load((studied / "tuned.yaml").read_text())
     assert values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] == 8
-    command = [sys.executable, "-m", "trl.scripts.grpo"]
-    done = subprocess.run([*command, "--config", "tuned.yaml", "--max_steps", "1", "--output_dir", str(tmp_path)],
-                          cwd=studied, capture_output=True, text=True, timeout=300)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    arguments = ["--config", "tuned.yaml", "--max_steps", "1", "--output_dir", str(tmp_path)]
+    ending = fork_server.call(
+        {"entry": "offline_training:trl_grpo", "argument": json.dumps(arguments), "cwd": str(studied), "env": {},
+         "log": str(tmp_path / "log"), "deadline_s": 300}
+    )  # fmt: skip
+    assert ending.exit_code == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 

@@ -215,6 +215,7 @@ def test_changes_of_the_recipe_are_in_both_and_the_rest_is_compared(
     assert proof.sentence.startswith("the recipe is changed; the other changes alone differ by 2.0e-07")
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_trial_is_not_launched_without_the_packages_that_it_needs(values: dict[str, object]) -> None:
     changes: dict[str, object] = {"optim": "adamw_8bit", "activation_checkpointing_kwargs.use_reentrant": False}
     study = make_study(Path("autofit-studies"), values, [("approximate", changes)], needs=("no_such_package", "yaml"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
+from at_once import probed
 from rank_peaks import real_peaks
 
 from autofit.probing.fork_server import ForkServer
@@ -69,7 +70,7 @@ def _runs(pid: int) -> bool:
 def test_every_rank_answers_and_the_largest_decides(
     sharding: Sharding, recipe: Recipe, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    result = Launcher().run(request_of(recipe, tmp_path / "p", fork_server, sharding=sharding))
+    result = probed(request_of(recipe, tmp_path / "p", fork_server, sharding=sharding))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
     assert result.device_used_bytes == max(one.device_used_bytes for one in result.ranks)
@@ -85,12 +86,12 @@ def test_every_rank_answers_and_the_largest_decides(
 def test_an_oom_of_the_ranks_is_told_with_the_rank_and_its_phase(
     recipe: Recipe, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    free = Launcher().run(request_of(recipe, tmp_path / "free", fork_server))
+    free = probed(request_of(recipe, tmp_path / "free", fork_server))
     assert free.device_used_bytes is not None
     began = time.monotonic()
     limit_bytes = int(0.97 * free.device_used_bytes)  # gloo's buffers vary by some bytes
     request = request_of(recipe, tmp_path / "p", fork_server, limit_bytes=limit_bytes)
-    result = Launcher().run(request)
+    result = probed(request)
     assert time.monotonic() - began < ALL_END_S
     assert result.status is ProbeStatus.OOM
     assert result.oom_phase in [p.name for p in free.phases if p.device_used_bytes > limit_bytes]
@@ -125,7 +126,7 @@ def test_a_killed_rank_ends_all_and_is_named(
     killer = Killer(request, rank, "update")
     request.folder.mkdir()
     killer.start()
-    result = Launcher().run(request)
+    result = probed(request)
     killer.join()
     assert killer.killed_at is not None
     assert time.monotonic() - killer.killed_at < ALL_END_S
@@ -163,7 +164,7 @@ def test_a_killed_job_leaves_no_rank(started: ProbeRequest) -> None:
 
 
 def test_a_deadline_ends_all_ranks(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
-    result = Launcher().run(request_of(recipe, tmp_path / "p", fork_server, deadline_s=0.01))
+    result = probed(request_of(recipe, tmp_path / "p", fork_server, deadline_s=0.01))
     assert (result.status, result.cause) == (ProbeStatus.LOST, Cause.DEADLINE)
     assert no_process_names(tmp_path / "p")
 
@@ -171,7 +172,7 @@ def test_a_deadline_ends_all_ranks(recipe: Recipe, tmp_path: Path, fork_server: 
 @pytest.mark.slow
 def test_ranks_start_without_a_fork_server_too(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
     cold = Launcher().run(request_of(recipe, tmp_path / "cold", None))
-    warm = Launcher().run(request_of(recipe, tmp_path / "warm", fork_server))
+    warm = probed(request_of(recipe, tmp_path / "warm", fork_server))
     assert cold.status is ProbeStatus.FIT, cold.reason
     apart = [a.peak_allocated_bytes - b.peak_allocated_bytes for a, b in zip(cold.ranks, warm.ranks, strict=True)]
     assert max(map(abs, apart)) <= 64, apart  # bytes: gloo's thread lets go of counters when it gets to it
@@ -180,7 +181,7 @@ def test_ranks_start_without_a_fork_server_too(recipe: Recipe, tmp_path: Path, f
 @pytest.mark.thorough  # the peaks of four ranks, below, are of probes that fit
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_four_ranks_fit(sharding: Sharding, recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
-    result = Launcher().run(request_of(recipe, tmp_path / "p", fork_server, sharding=sharding, ranks=4))
+    result = probed(request_of(recipe, tmp_path / "p", fork_server, sharding=sharding, ranks=4))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1, 2, 3]
     assert result.completions_per_step == 4 * 2 * 2

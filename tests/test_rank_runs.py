@@ -209,7 +209,7 @@ def test_the_ranks_of_a_killed_job_end_and_the_run_goes_on(runs: Runs) -> None:
     whole = runs.folder("whole", launch, max_steps=steps, save_steps=2)
     assert runs.train(whole) is not None, logs(whole)
     folder = runs.folder("job", launch, max_steps=steps, save_steps=2)
-    program = f"from autofit.promotion.job import run_promoted; run_promoted({str(folder / 'request.json')!r})"
+    program = f"import forked_runs; forked_runs.run({str(folder / 'request.json')!r})"
     job = subprocess.Popen([sys.executable, "-c", program], cwd=folder, start_new_session=True)
     killing = at_step(folder, 3, job.kill)
     job.wait(timeout=200)

@@ -27,6 +27,7 @@ class Killer(threading.Thread):
                     self.killed = True
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("sharding", "ranks"),
     [("multi_gpu", 2),

@@ -13,6 +13,7 @@ import optuna
 import psutil
 import pytest
 import tiny
+from at_once import AtOnce
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from search_driver import plan
@@ -38,8 +39,9 @@ from autofit.tuning.study import load_study, tell, trials_of
 
 
 def search_in(folder: Path, trials: int | None, target_bytes: int = 150 * lawful.MB) -> tuple[Search, Stop]:
+    """A search without jobs, and its end; a job takes half a second of imports."""
     wanted = plan(folder, trials, target_bytes)
-    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once))
     return search, search.run()
 
 
@@ -118,7 +120,7 @@ def test_run_again_a_finished_search_asks_for_nothing(tmp_path: Path) -> None:
 def test_the_plateau_stops_a_search_that_no_longer_improves(tmp_path: Path) -> None:
     wanted = plan(tmp_path, None)
     wanted = replace(wanted, plateau_trials=3)
-    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once))
     stop = search.run()
     assert stop.kind is StopKind.PLATEAU
     assert "3 trials did not improve" in stop.words
@@ -318,7 +320,7 @@ def test_telling_twice_after_a_crash_in_between_changes_nothing(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_study_of_nothing_but_failures_ends_early_and_begins_anew_when_run_again(tmp_path: Path) -> None:
     wanted = plan(tmp_path, 4)
-    search = Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(_fail))
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(_fail))
     assert search.run().kind is StopKind.BROKEN
     assert len(search.study.trials) == 2
     search, stop = search_in(tmp_path, 4)

@@ -11,15 +11,17 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.plugin.protocol import Task
-from autofit.probing.supervise import free_port
+from autofit.probing.fork_server import ForkServer
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_sequence import InChunks
 from autofit.trainers.sequence import HeadByHead, Ring, SharedSequence
 
 
 @pytest.mark.slow
-def test_ulysses_peaks_at_real_ranks_bytes_and_has_the_loss_and_gradient_of_one_rank() -> None:
-    found = sequence_ranks.real(2, free_port())
+def test_ulysses_peaks_at_real_ranks_bytes_and_has_the_loss_and_gradient_of_one_rank(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    found = sequence_ranks.real(2, fork_server, tmp_path)
     alone = sequence_ranks.model()
     ids = sequence_ranks.ids()
     logits = alone(input_ids=ids, use_cache=False).logits

@@ -7,6 +7,7 @@ from pathlib import Path
 import command_line
 import pytest
 import tiny
+from at_once import probed
 from probed_anew import probed_anew
 
 from autofit.cli import main
@@ -14,7 +15,6 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import choose_device, choose_target
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.simulated import layers_alike
@@ -33,7 +33,7 @@ def probe(
         worst_case=worst_case_path(recipe_path.parent / "i"), server_socket=server.socket_path,
         least_of_fits=least_of_fits,
     )  # fmt: skip
-    return Launcher().run(request)
+    return probed(request)
 
 
 @pytest.mark.slow

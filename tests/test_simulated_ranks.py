@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+from at_once import probed
 from probed_anew import probed_anew
 
 from autofit.plugin.ranks import rank_environment, simulated_rank
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
@@ -42,7 +42,7 @@ def probe(
         worst_case=worst_case_path(folder / "i"), server_socket=server.socket_path, least_of_fits=False,
         cwd=folder,
     )  # fmt: skip
-    result = Launcher().run(request)
+    result = probed(request)
     log = request.log_path.read_text()
     assert result.status is ProbeStatus.FIT, f"{result.reason}\n{log[-3000:]}"
     assert launch.sharding == "fsdp1" or "traced again" not in log, log[-3000:]
@@ -135,7 +135,7 @@ def test_micro_batches_that_are_left_out_change_nothing_on_a_rank(
     tmp_path: Path, fork_server: ForkServer, sharding: Sharding, trainer: TrainerName, changes: dict[str, object]
 ) -> None:
     launch = Launch(ranks=4, sharding=sharding)
-    few = probe(tmp_path / "run", fork_server, launch, trainer=trainer, gradient_accumulation_steps=12, **changes)
+    few = probe(tmp_path / "run", fork_server, launch, trainer=trainer, gradient_accumulation_steps=8, **changes)
     whole = probed_anew(tmp_path / "run" / "probe", tmp_path / "run" / "all", "all micro-batches", fork_server)
     assert (few.phases, few.categories, few.host) == (whole.phases, whole.categories, whole.host)
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-9)

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 import lawful
 import optuna
 import pytest
+from at_once import AtOnce
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from search_driver import plan
 
-from autofit.probing.launch import Launcher
 from autofit.tuning.frontier import Trial
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.sole_writer import SoleWriter
@@ -177,7 +177,7 @@ def test_a_search_sees_at_each_look_what_the_database_holds(tmp_path: Path) -> N
     wanted = replace(plan(tmp_path, 8), parallel=3)
     study = open_study(wanted)
     assert isinstance(study._storage, SoleWriter)
-    search = Search(wanted, study, server_socket=None, launcher=Launcher(lawful.at_once))
+    search = Search(wanted, study, server_socket=None, launcher=AtOnce(lawful.at_once))
     looks = []
 
     def look(_: Trial) -> None:

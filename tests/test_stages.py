@@ -249,6 +249,7 @@ def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monk
         autofit.run({"stages": {"a": stage}}, plan=True, gpu="rtx4090")
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

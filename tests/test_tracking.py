@@ -13,12 +13,12 @@ from typing import Any
 
 import lawful
 import pytest
+from at_once import AtOnce
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 from search_driver import plan
 
 from autofit.files import write_json
-from autofit.probing.launch import Launcher
 from autofit.tracking import follower
 from autofit.tracking.follower import following, keep_mirrored, told_of
 from autofit.tracking.runs import client, experiment_id
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of 8 trials."""
     folder = tmp_path_factory.mktemp("studies")
     wanted = plan(folder, 8)
-    Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(lawful.run)).run()
+    Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once)).run()
     return folder
 
 

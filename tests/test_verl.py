@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import tiny
 import yaml
+from at_once import probed
 from probed_anew import probed_anew
 from rank_peaks import real_peaks
 
@@ -31,7 +32,6 @@ from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, ow
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
@@ -673,6 +673,7 @@ def test_fsdp2s_own_offloading_leaves_no_states_on_the_card_and_takes_the_place_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_generation_is_promised_the_same_seconds_whatever_its_optimizer_steps(model: Path, tmp_path: Path) -> None:
     def promised(mini: int) -> dict[str, float | None]:
         path = tmp_path / f"{mini}.sh"
@@ -795,7 +796,7 @@ def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of
         folder=tmp_path / "probe", trainer="verl", values={**values, LAUNCH: launch.to_values()}, device="sim:h100",
         limit_bytes=None, worst_case=worst_case.path, server_socket=fork_server.socket_path, cwd=tmp_path,
     )  # fmt: skip
-    few = Launcher().run(request)
+    few = probed(request)
     log = request.log_path.read_text()
     assert "traced again in pairs of layers" in log
     assert "all layers" not in log
@@ -804,7 +805,7 @@ def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of
     assert few.phase_s == pytest.approx(every.phase_s, rel=0.005)  # less the launches for Adam's counters
 
 
-@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharding", ["fsdp1", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_merged_adapters_are_sent_as_whole_weights_and_the_engine_has_none(sharding: Sharding, tmp_path: Path) -> None:
     """verl's model.lora.merge, which was read by nothing: adapters were sent and served."""
     (tmp_path / "model").mkdir()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import tiny
+from at_once import probed
 
 from autofit.errors import ConfigError
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe import launch as launches
@@ -36,7 +36,7 @@ def probe(
         folder=folder / "probe", trainer=trainer, values=recipe.values, device=DEVICE, limit_bytes=None,
         worst_case=worst_case_path(inspected), server_socket=server.socket_path, least_of_fits=False,
     )  # fmt: skip
-    result = Launcher().run(request)
+    result = probed(request)
     assert result.status is ProbeStatus.FIT, result.reason
     log = (folder / "probe" / "probe.log").read_text()
     assert "traced again" not in log

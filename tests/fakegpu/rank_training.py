@@ -1,15 +1,12 @@
 """The same training as one rank of several: real gloo ranks on the CPU, or a simulated rank.
 
-Also the program of the real ranks: it imports once and forks them.
+The real ranks are forks of a call of the fork server, which has the imports.
 """
 
 import contextlib
 import gc
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -30,12 +27,13 @@ from transformers import AutoModelForCausalLM
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.supervise import free_port
 
 from .tiny_trainers import config, profiler_peak_bytes
 
 _PATIENCE_S = 300
 _OLD_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +108,16 @@ def simulated_peak_bytes(case: Ranks, rank: int) -> int:
     return gpu.peak_requested_bytes
 
 
-def real_peaks_bytes(case: Ranks, port: int) -> list[int]:
+def real_peaks_bytes(case: Ranks, server: ForkServer, folder: Path) -> list[int]:
     """The most bytes that the CPU allocator held on each real rank."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fakegpu.rank_training", json.dumps(asdict(case))]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=_PATIENCE_S, check=True)
-    peaks: list[int] = json.loads(done.stdout.splitlines()[-1])
+    answer, log = folder / "peaks.json", folder / "ranks.log"
+    ending = server.call(
+        {"entry": "fakegpu.rank_training:real_ranks", "argument": json.dumps([asdict(case), str(answer)]),
+         "cwd": str(folder), "log": str(log), "deadline_s": _PATIENCE_S,
+         "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}}
+    )  # fmt: skip
+    assert ending.exit_code == 0, log.read_text()
+    peaks: list[int] = json.loads(answer.read_text())
     return peaks
 
 
@@ -164,11 +166,14 @@ class _Done:
     def wait(self) -> None: ...
 
 
-def main() -> None:
-    case = Ranks(**json.loads(sys.argv[1]))
+def real_ranks(argument: str) -> int:
+    """In the server's child: the peaks of the ranks of a case, in a file."""
+    fields, answer = json.loads(argument)
+    case = Ranks(**fields)
     with ProcessPoolExecutor(case.count, multiprocessing.get_context("fork")) as ranks:
         peaks = list(ranks.map(partial(_real_rank, case), range(case.count)))
-    print(json.dumps(peaks), flush=True)  # after all that the profilers of the ranks print, to their last line
+    Path(answer).write_text(json.dumps(peaks))
+    return 0
 
 
 def _real_rank(case: Ranks, rank: int) -> int:
@@ -183,7 +188,3 @@ def _real_rank(case: Ranks, rank: int) -> int:
     peak_bytes = profiler_peak_bytes(lambda: train(case, real=True))
     dist.destroy_process_group()
     return peak_bytes
-
-
-if __name__ == "__main__":
-    main()

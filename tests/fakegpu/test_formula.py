@@ -80,8 +80,8 @@ def test_seconds_that_are_forecast_a_quarter_too_short_rule_nothing_out(
 
 
 def _tiles(structure: Structure, point: Point) -> dict[object, float]:
-    """Kernels of the loss over whole tiles, in the second step."""
-    counts = structure.recording.trace(point).kernels.counts
+    """Kernels of the loss over whole tiles, in the second step; layers have none."""
+    counts = structure.recording.trace(point, structure.stack).kernels.counts
     return {kind: n for kind, n in counts.items() if any(TILE_TOKENS in shape for shape in kind.shapes)}
 
 
@@ -96,7 +96,7 @@ def test_the_tiles_of_a_loss_are_in_proportion_to_its_tokens(structure: Structur
         assert _tiles(large, point) == pytest.approx({kind: n * more for kind, n in few.items()})
 
 
-@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.thorough), "dpo"])
 def test_so_are_those_of_samples(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write_offline_recipe(trainer, tmp_path, write_model(tmp_path / "model", layers=5), max_length=1100)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from autofit.probing.supervise import free_port
+from autofit.probing.fork_server import ForkServer
 
 from .rank_training import Ranks, real_peaks_bytes, simulated_peak_bytes
 
@@ -27,8 +29,10 @@ def host_random_state_bytes(case: Ranks) -> int:
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.thorough) for case in MORE)], ids=str)
-def test_first_and_last_simulated_rank_peak_at_the_byte_count_of_real_ranks(case: Ranks) -> None:
-    real = real_peaks_bytes(case, free_port())
+def test_first_and_last_simulated_rank_peak_at_the_byte_count_of_real_ranks(
+    case: Ranks, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    real = real_peaks_bytes(case, fork_server, tmp_path)
     for rank in (0, case.count - 1):
         error = (simulated_peak_bytes(case, rank) + host_random_state_bytes(case)) / real[rank] - 1
         print(f"{case}: rank {rank}: real {real[rank] / 2**20:.3f} MiB, error {error:+.4%}")
