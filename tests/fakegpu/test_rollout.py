@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from autofit.fakegpu import AllocatorSettings, FakeGpu, fake_gpu
 from autofit.fakegpu.depth.expand import Mark, run_of
-from autofit.fakegpu.patches import rollout, same_rollout
+from autofit.fakegpu.patches import rollout, same_calls
 
 from .tiny_trainers import config
 
@@ -83,7 +83,7 @@ def _generate_twice(second: dict[str, object] | None = None) -> FakeGpu:
 
 def test_a_rollout_like_one_before_is_played_to_the_same_bytes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     played = _generate_twice()
-    monkeypatch.setattr(same_rollout, "_state", lambda model: object())  # no two calls are alike
+    monkeypatch.setattr(same_calls, "_state", lambda model: object())  # no two calls are alike
     traced = _generate_twice()
     assert played.tracer.operation_count < 0.6 * traced.tracer.operation_count
     assert played.memory.log.ids == traced.memory.log.ids

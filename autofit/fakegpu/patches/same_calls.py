@@ -1,16 +1,17 @@
-"""A rollout like an earlier one is played from that one's events, and not traced again.
+"""A rollout, or a pass without gradients, like an earlier one is played from that one's events, and not traced again.
 
-A call of `generate` is recorded: its allocations and frees, its time segments and its kernels. A later call of the same
-model with the same inputs has the same ones, if the recorded call left nothing behind but its output (and cuBLAS'
+A call is recorded: its allocations and frees, its time segments and its kernels. A later call with the same inputs and
+a model in the same state has the same ones, if the recorded call left nothing behind but its outputs (and cuBLAS'
 workspace, which is there from then on) and gave back nothing of others.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +21,7 @@ from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.memory import Allocation
+from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.rates.kernels import Family
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -29,35 +31,44 @@ class _Unlike(Exception):
     """The inputs of a call hold what cannot be compared with those of another."""
 
 
-class SameRollouts:
-    """The recorded calls of `generate` on one card, by model and inputs."""
+def if_alike_played(gpu: FakeGpu, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement of a method, of a model or of what trains one, whose calls without gradients are played."""
+    known: weakref.WeakKeyDictionary[Any, dict[object, _Recorded]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
-        self._known: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, _Recorded]] = weakref.WeakKeyDictionary()
+    def method(owner: Any, *args: object, **kwargs: object) -> Any:
+        if gpu.skips_rollouts or not _is_alone(gpu):
+            return original(owner, *args, **kwargs)
+        try:
+            of_owner = _state(owner) if isinstance(owner, torch.nn.Module) else None
+            key = (_surroundings(gpu), of_owner, _described((args, kwargs)))
+        except _Unlike:
+            return original(owner, *args, **kwargs)
+        calls = known.setdefault(owner, {})
+        if key in calls and gpu.tracer.workspaces:
+            return calls[key].again(gpu)
+        begin = _Moment.of(gpu)
+        out = original(owner, *args, **kwargs)
+        recorded = _Recorded.of(gpu, begin, out)
+        if recorded is not None:
+            calls[key] = recorded
+        return out
 
-    def generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A replacement of `GenerationMixin.generate`."""
+    return method
 
-        def generate(model: torch.nn.Module, *args: object, **kwargs: object) -> Any:
-            gpu = self._gpu
-            if gpu.skips_rollouts or not isinstance(model, torch.nn.Module) or not _is_alone(gpu):
-                return original(model, *args, **kwargs)
-            try:
-                key = (_surroundings(gpu), _state(model), _described((args, kwargs)))
-            except _Unlike:
-                return original(model, *args, **kwargs)
-            known = self._known.setdefault(model, {})
-            if key in known and gpu.tracer.workspaces:
-                return known[key].again(gpu)
-            begin = _Moment.of(gpu)
-            out = original(model, *args, **kwargs)
-            recorded = _Recorded.of(gpu, begin, out)
-            if recorded is not None:
-                known[key] = recorded
-            return out
 
-        return generate
+def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
+    """Patches of the trainers of `module`: log-probabilities of a rollout, without gradients."""
+    for trainer in (value for value in vars(module).values() if isinstance(value, type)):
+        original = vars(trainer).get("_get_per_token_logps_and_entropies")
+        if original is None:
+            continue
+        original = untouched(original)
+        once = if_alike_played(gpu, original)
+
+        def scored(*args: object, original: Any = original, once: Any = once, **kwargs: object) -> Any:
+            return (original if torch.is_grad_enabled() else once)(*args, **kwargs)
+
+        yield trainer, "_get_per_token_logps_and_entropies", scored, "a pass like one before is played"
 
 
 def _is_alone(gpu: FakeGpu) -> bool:
@@ -107,6 +118,8 @@ def _described(value: object) -> object:
         return tuple((name, _described(each)) for name, each in value.items())
     if isinstance(value, _PLAIN):
         return type(value), value
+    if isinstance(value, torch.nn.Module):
+        return id(value), _state(value)
     if type(value).__name__ == "GenerationConfig":
         return _described(value.to_dict())  # type: ignore[attr-defined]
     raise _Unlike
@@ -133,7 +146,7 @@ class _Moment:
     allocation: int
     stretch: int
     repeat: int
-    others: tuple[int, int]  # how often unused memory was given back, and tensors of several layers
+    others: tuple[float, ...]  # what a call must leave as it is: memory given back, tensors of several layers, lanes
     now_s: float
     counters: tuple[float, ...]
     busy_s: Mapping[Family, float]
@@ -145,54 +158,96 @@ class _Moment:
         stretch, repeat = (clock.cut(), len(clock.repeats)) if isinstance(clock, LayerClock) else (0, 0)
         return cls(
             event=len(memory.log), allocation=len(memory.allocations), stretch=stretch, repeat=repeat,
-            others=(len(memory.log.emptied), len(gpu.layers.shares) if gpu.layers is not None else 0),
+            others=(
+                len(memory.log.emptied), len(gpu.layers.shares) if gpu.layers is not None else 0,
+                clock.copies_s, clock.gathers_s, clock.reductions_s,
+            ),
             now_s=clock.now_s, counters=tuple(getattr(clock, name) for name in _COUNTERS), busy_s=dict(clock.busy_s),
             counted=clock.log.counted() if clock.log is not None else None,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
+class _Output:
+    """A tensor that a call returned: its place in one of the call's allocations, and its known values."""
+
+    allocation: int
+    elements: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    values: torch.Tensor | None
+
+    @classmethod
+    def of(cls, gpu: FakeGpu, tensor: torch.Tensor) -> _Output | None:
+        """None where it is not on the card."""
+        index, nbytes = gpu.memory.index_of(tensor), tensor.untyped_storage().nbytes()
+        if type(tensor) is not FakeTensor or index is None or nbytes % tensor.element_size():
+            return None
+        return cls(
+            index, nbytes // tensor.element_size(), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()),
+            tensor.dtype, tensor.device, _copied(gpu.tracer.shadows.of(tensor)),
+        )  # fmt: skip
+
+    def again(self, gpu: FakeGpu, allocation: int) -> torch.Tensor:
+        gpu.tracer.paused = True
+        try:
+            base = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+            out = base.as_strided(self.shape, self.stride, self.offset)
+        finally:
+            gpu.tracer.paused = False
+        gpu.memory.adopt(out, allocation)
+        gpu.tracer.shadows.give(out, _copied(self.values), fresh=True)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A call: what it took and gave back in order, its time, and its output."""
+    """A call: what it took and gave back in order, its time, and its outputs."""
 
     begin: _Moment
     end: _Moment
     lanes_s: tuple[float, float]  # of host and card at the end
     events: Sequence[tuple[int, int, Allocation | None]]  # allocation, layer at work, and what was taken, if anything
-    kept: int  # the output's allocation
-    output: tuple[Any, ...]
-    values: torch.Tensor | None  # the known ones of the output
+    outputs: Sequence[_Output | None]  # None: the call returned None
+    alone: bool  # whether it returned one tensor, and not several
 
     @classmethod
     def of(cls, gpu: FakeGpu, begin: _Moment, out: object) -> _Recorded | None:
         """The call that began at `begin` and ended with `out`; None where another one may differ from it."""
-        clock, memory, end = gpu.clock, gpu.memory, _Moment.of(gpu)
-        if type(out) is not FakeTensor or out.storage_offset() or not out.is_contiguous() or not _is_alone(gpu):
-            return None
-        taken, kept = range(begin.allocation, end.allocation), memory.index_of(out)
+        memory, end = gpu.memory, _Moment.of(gpu)
+        parts = out if type(out) is tuple else (out,)
+        outputs = [_Output.of(gpu, part) if isinstance(part, torch.Tensor) else None for part in parts]
+        kept = {each.allocation for each in outputs if each is not None}
+        taken = range(begin.allocation, end.allocation)
         stay = {number for number in taken if memory.allocations[number].died is None}
         workspaces = stay & set(gpu.tracer.workspaces.values())
         log, during = memory.log, slice(begin.event, end.event)
         ids, sizes, tags = log.ids[during], log.nbytes[during], log.tags[during]
-        if stay - workspaces != {kept} or end.others != begin.others or not all(id_ in taken for id_ in ids):
+        if (
+            stay - workspaces != kept
+            or len(kept) != sum(part is not None for part in parts)
+            or not all(id_ in taken for id_ in ids)
+            or end.others != begin.others
+            or not _is_alone(gpu)
+        ):
             return None
         events = [
             (id_, tag, memory.allocations[id_] if nbytes > 0 else None)
             for id_, nbytes, tag in zip(ids, sizes, tags, strict=True)
             if id_ not in workspaces
         ]
-        return cls(
-            begin, end, (clock.host_s, clock.gpu_s), events, cast("int", kept), (out.shape, out.dtype, out.device),
-            _copied(gpu.tracer.shadows.of(out)),
-        )  # fmt: skip
+        return cls(begin, end, (gpu.clock.host_s, gpu.clock.gpu_s), events, outputs, type(out) is not tuple)
 
-    def again(self, gpu: FakeGpu) -> torch.Tensor:
-        """The output of the call, made once more."""
-        memory, numbers = gpu.memory, dict[int, int]()
+    def again(self, gpu: FakeGpu) -> Any:
+        """The outputs of the call, made once more."""
+        memory, layers, numbers = gpu.memory, gpu.layers, dict[int, int]()
         try:
             for number, tag, template in self.events:
-                if gpu.layers is not None:
-                    gpu.layers.set(tag)
+                if layers is not None:
+                    layers.set(tag)
                 if template is None:
                     memory.release(numbers.pop(number))
                 else:
@@ -201,18 +256,12 @@ class _Recorded:
             for number in numbers.values():
                 memory.release(number)
             raise
-        if gpu.layers is not None:
-            gpu.layers.set(0)
-        self._pass(gpu.clock)
-        gpu.tracer.paused = True
-        try:
-            shape, dtype, device = self.output
-            out = torch.empty(shape, dtype=dtype, device=device)
         finally:
-            gpu.tracer.paused = False
-        memory.adopt(out, numbers[self.kept])
-        gpu.tracer.shadows.give(out, _copied(self.values), fresh=True)
-        return out
+            if layers is not None:
+                layers.set(0)
+        self._pass(gpu.clock)
+        made = [each and each.again(gpu, numbers[each.allocation]) for each in self.outputs]
+        return made[0] if self.alone else tuple(made)
 
     def _pass(self, clock: Clock) -> None:
         """Let the time of the call pass."""
