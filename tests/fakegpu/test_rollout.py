@@ -69,6 +69,8 @@ def _generate_twice(second: dict[str, object] | None = None) -> FakeGpu:
         for changed in ({}, second or {}):
             if "train" in changed:
                 model.train(bool(changed["train"]))
+            if "hook" in changed:
+                model.lm_head.register_forward_hook(lambda module, args, out: out.clone())
             ids = torch.full((4, int(str(changed.get("tokens", 200)))), int(str(changed.get("token", 5)))).cuda()
             settings = GenerationConfig(
                 max_new_tokens=36, do_sample=bool(changed.get("do_sample", True)), pad_token_id=4001, eos_token_id=4000
@@ -98,7 +100,7 @@ def test_a_rollout_like_one_before_is_played_to_the_same_bytes_and_seconds(monke
     assert played.clock.kernel_count == traced.clock.kernel_count
 
 
-@pytest.mark.parametrize("second", [{"tokens": 201}, {"token": 6}, {"do_sample": False}, {"train": False}])
+@pytest.mark.parametrize("second", [{"tokens": 201}, {"token": 6}, {"do_sample": False}, {"train": False}, {"hook": 1}])
 def test_a_rollout_that_may_differ_from_those_before_is_traced(second: dict[str, object]) -> None:
     once = _generate_twice()
     other = _generate_twice(second)

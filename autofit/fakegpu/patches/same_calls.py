@@ -87,11 +87,20 @@ def _surroundings(gpu: FakeGpu) -> object:
 
 
 def _state(model: torch.nn.Module) -> object:
-    """What decides which code a model runs: the plain values of its modules and config, and its weights' kinds."""
+    """What decides which code a model runs: its modules' plain values, hooks and replaced forwards, and its weights."""
     config = getattr(model, "config", None)
-    parts = [(type(part), _plain_values(vars(part))) for part in model.modules()]
+    parts = [
+        (type(part), _plain_values(vars(part)), _code(vars(part).get("forward")),
+         frozenset(map(_code, part._forward_pre_hooks.values())), frozenset(map(_code, part._forward_hooks.values())))
+        for part in model.modules()
+    ]  # fmt: skip
     tensors = [(t.shape, t.dtype, t.device, t.requires_grad) for t in (*model.parameters(), *model.buffers())]
     return tuple(parts), tuple(tensors), _plain_values(vars(config)) if config is not None else ()
+
+
+def _code(function: object) -> object:
+    """What a hook or a replaced forward runs: TRL puts one more of a kind on after each rollout."""
+    return getattr(function, "__code__", type(function))
 
 
 def _plain_values(values: Mapping[str, object]) -> tuple[object, ...]:
