@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autofit.fakegpu import fake_gpu
-from autofit.plugin.left_out import leave_out_repeated
+from autofit.plugin.left_out import compute_one_in_first_step, leave_out_repeated
 from autofit.plugin.protocol import Report
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.trainers.grpo import RolloutRun
@@ -125,3 +125,19 @@ def test_the_micro_batches_of_a_step_are_alike_where_a_probe_repeats_one_sample(
 
     assert every(repeats_one_row=True) == 32
     assert every() == 0
+
+
+def test_a_forecast_computes_the_first_micro_batch_alone_of_the_first_step() -> None:
+    found: list[int] = []
+
+    def training_step(*_: Any) -> torch.Tensor:
+        found.append(trainer._step)
+        trainer._step += 1
+        return torch.ones((), dtype=torch.bfloat16)
+
+    args = SimpleNamespace(gradient_accumulation_steps=4, device="cpu")
+    trainer: Any = SimpleNamespace(training_step=training_step, args=args, _step=0)
+    compute_one_in_first_step(trainer)
+    assert {trainer.training_step(None, {}, None).dtype for _ in range(8)} == {torch.bfloat16}
+    assert found == [0, 4, 5, 6, 7]
+    assert trainer._step == 8

@@ -120,7 +120,7 @@ class CachingAllocator:
     def __init__(self, *, capacity_bytes: int = UNLIMITED, settings: AllocatorSettings | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.settings = settings or AllocatorSettings()
-        self._splits_all = not self.settings.expandable_segments and self.settings.max_split_size_bytes == UNLIMITED
+        self._splits_all = self.settings.max_split_size_bytes == UNLIMITED
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.requested_bytes = self.peak_requested_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
@@ -152,8 +152,8 @@ class CachingAllocator:
     ) -> int | None:
         """`malloc` (+) or `free` (-) the `sizes` of the storages `ids` in order; `blocks` has those that are live.
 
-        Returns the place of the first that does not fit, or None. With one stream and the default settings, requested
-        bytes are not counted, and one loop has the steps of both methods: an estimate replays 10^6 events.
+        Returns the place of the first that does not fit, or None. With one stream and blocks that are all split,
+        requested bytes are not counted, and one loop has the steps of both methods: an estimate replays 10^6 events.
         """
         if self._splits_all and not streams:
             return self._play_inline(ids, sizes, blocks)
@@ -170,7 +170,7 @@ class CachingAllocator:
     def _play_inline(self, ids: Sequence[int], sizes: Sequence[int], blocks: dict[int, Block]) -> int | None:
         allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
         small_pool, large_pool = self._pool(0, small=True), self._pool(0, small=False)
-        pop, missing = blocks.pop, None
+        pop, missing, expands = blocks.pop, None, self.settings.expandable_segments
         rounded: dict[int, int] = {}
         for place, (storage, nbytes) in enumerate(zip(ids, sizes, strict=True)):
             if nbytes < 0:
@@ -179,14 +179,14 @@ class CachingAllocator:
                 pool = block.pool
                 keys, of_key = pool.keys, pool.of_key
                 after = block.next
-                if after is not None and after.free:
+                if after is not None and after.free and after.mapped:
                     del keys[bisect_left(keys, after.key)], of_key[after.key]
                     block.size += after.size
                     after = block.next = after.next
                     if after is not None:
                         after.prev = block
                 before = block.prev
-                if before is not None and before.free:
+                if before is not None and before.free and before.mapped:
                     del keys[bisect_left(keys, before.key)], of_key[before.key]
                     before.size += block.size
                     after = before.next = block.next
@@ -202,6 +202,8 @@ class CachingAllocator:
                 keys, of_key = pool.keys, pool.of_key
                 at = bisect_left(keys, size << _ADDRESS_BITS)
                 if at < len(keys):
+                    if expands and at + 1 < len(keys):
+                        at = _prefer_inner(pool, at)
                     block = of_key.pop(keys.pop(at))
                 else:
                     try:
@@ -212,7 +214,7 @@ class CachingAllocator:
                 block.free = False
                 blocks[storage] = block
                 rest = block.size - size
-                split = rest >= MIN_BLOCK_BYTES if pool is small_pool else rest > SMALL_BYTES
+                split = rest >= MIN_BLOCK_BYTES if expands or pool is small_pool else rest > SMALL_BYTES
                 allocated += size if split else block.size
                 if allocated > peak:
                     peak = allocated
@@ -471,14 +473,16 @@ def _roundup_power2(nbytes: int, divisions: int) -> int:
 def _prefer_inner(pool: Pool, at: int) -> int:
     """Rank a block by its size plus the unmapped range after it, so inner blocks are preferred (get_free_block)."""
 
-    def reach(place: int) -> int:
-        block = pool.of_key[pool.keys[place]]
-        after = block.next
-        return block.size + (after.size if after is not None and not after.mapped else 0)
-
-    while at + 1 < len(pool.keys) and reach(at + 1) < reach(at):
-        at += 1
+    keys, of_key = pool.keys, pool.of_key
+    reach = _reach(of_key[keys[at]])
+    while at + 1 < len(keys) and (further := _reach(of_key[keys[at + 1]])) < reach:
+        at, reach = at + 1, further
     return at
+
+
+def _reach(block: Block) -> int:
+    after = block.next
+    return block.size if after is None or after.mapped else block.size + after.size
 
 
 def _split(block: Block, size: int) -> Block:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._ops import OpOverload
@@ -114,6 +114,12 @@ class OperationLog(Protocol):
     def decode_end(self) -> None: ...
 
     def engine(self, law: VllmEngine | PagedBatching) -> None: ...
+
+    def place(self) -> object: ...
+
+    def counted(self) -> Any: ...
+
+    def again(self, begin: Any, end: Any) -> None: ...
 
 
 class Clock:

@@ -222,6 +222,19 @@ class SimulatedMemory:
         self.log.add(index, nbytes, layer)
         return index
 
+    def allocate_again(self, earlier: Allocation) -> int:
+        """Allocate what an earlier allocation was, in the phase of now."""
+        index = self.allocate_like(earlier, earlier.nbytes, earlier.shape)
+        made = self.allocations[index]
+        made.phase, made.is_stepwise = self.phase, earlier.is_stepwise
+        return index
+
+    def adopt(self, tensor: torch.Tensor, index: int) -> None:
+        """Let an allocation be that of a tensor which is not tracked, for as long as its storage lives."""
+        storage = tensor.untyped_storage()
+        self._live[storage._cdata] = index
+        self._watch(storage)
+
     def is_live(self, index: int) -> bool:
         return index in self._blocks
 

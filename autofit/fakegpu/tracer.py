@@ -65,7 +65,7 @@ class Tracer(TorchDispatchMode):
         self.after: Callable[[OpOverload, object], None] | None = None
         self.groups: dict[str, int] = {}  # ranks of each process group that had a collective on the card
         self._workspace_bytes = blas_workspace_bytes
-        self._workspaces: dict[tuple[bool, int], int] = {}
+        self.workspaces: dict[tuple[bool, int], int] = {}  # the allocation of each of cuBLAS
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -297,14 +297,14 @@ class Tracer(TorchDispatchMode):
     def _ensure_workspace(self) -> None:
         """Allocate the cuBLAS workspace of this thread's handle and stream; backward counts as a thread of its own."""
         key = (in_backward(), self.memory.stream)
-        if key not in self._workspaces:
-            self._workspaces[key] = self.memory.allocate(self._workspace_bytes, "workspace", "cublas workspace")
+        if key not in self.workspaces:
+            self.workspaces[key] = self.memory.allocate(self._workspace_bytes, "workspace", "cublas workspace")
 
     def clear_workspaces(self) -> None:
         """Free all workspaces (torch._C._cuda_clearCublasWorkspaces)."""
-        for index in self._workspaces.values():
+        for index in self.workspaces.values():
             self.memory.release(index)
-        self._workspaces.clear()
+        self.workspaces.clear()
 
 
 def _in_order(func: OpOverload, args: Sequence[object], out: object) -> object:

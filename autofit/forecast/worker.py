@@ -157,6 +157,7 @@ class Recording:
         marks = _Marks(gpu, accumulation=point.accumulation, chunk=point.chunk)
         with Scratch("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
+            marks.one_in_first_step = Launch.of(self.values).is_plain  # DDP makes its buckets anew at the second
             self.trainer.build(changed, task).train(marks)
         marks.enter("end")
         return marks

@@ -43,7 +43,7 @@ def leave_out_repeated(
             left = min(left, _alike(of_each[in_rollout], of_each[in_rollout:]))
         left_out = before >= COMPUTED and left > 1
         report.micro_step_begins(left_out=left_out)
-        return nothing() if left_out else computed(args, kwargs)
+        return _nothing(trainer, dtype) if left_out else computed(args, kwargs)
 
     def in_short_row(row: int, rows: int, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         left_out = COMPUTED <= row < rows - 1 and of_rows[-1] == of_rows[-2]
@@ -51,16 +51,11 @@ def leave_out_repeated(
         if last:
             report.micro_step_begins(left_out=left_out)
         if left_out:
-            return nothing()
+            return _nothing(trainer, dtype)
         loss = computed(args, kwargs)
         if last:
             of_rows.append(list(kinds()))
         return loss
-
-    def nothing() -> torch.Tensor:
-        if generates:
-            trainer._step += 1
-        return torch.zeros((), dtype=dtype, device=trainer.args.device)
 
     def computed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         nonlocal dtype
@@ -69,6 +64,31 @@ def leave_out_repeated(
         return loss
 
     trainer.training_step = training_step
+
+
+def compute_one_in_first_step(trainer: Any) -> None:
+    """Let the trainer compute only the first micro-batch of the first step, which already makes all gradients.
+
+    What it leaves behind for the second step is what the last one would.
+    """
+    original, done, dtype = trainer.training_step, count(), torch.float32
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal dtype
+        if 0 < next(done) < int(trainer.args.gradient_accumulation_steps):
+            return _nothing(trainer, dtype)
+        loss = original(*args, **kwargs)
+        dtype = loss.dtype
+        return loss
+
+    trainer.training_step = training_step
+
+
+def _nothing(trainer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The loss of a micro-batch that is not computed. A trainer that generates counts it in `_step`."""
+    if hasattr(trainer, "_step"):
+        trainer._step += 1
+    return torch.zeros((), dtype=dtype, device=trainer.args.device)
 
 
 def _alike(kind: object, others: Iterable[object]) -> int:

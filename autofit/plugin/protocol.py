@@ -158,6 +158,7 @@ class Report:
         self.enter(left)
 
     leaves_out = False  # whether the receiver repeats micro-batches that are alike by itself
+    one_in_first_step = False  # whether one micro-batch is enough for the receiver in the first step
 
     def train_begins(self) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from autofit.plugin.left_out import leave_out_repeated
+from autofit.plugin.left_out import compute_one_in_first_step, leave_out_repeated
 from autofit.plugin.loop import RandomStates
 from autofit.plugin.protocol import OPTIMIZER, Report, SampleFacts, own_checkpoints
 from autofit.recipe.secrets import masked
@@ -136,6 +136,8 @@ class TransformersRun:
             _report_phase(self.trainer, path, phase, report)
         if report.leaves_out and self.rollout_every:
             leave_out_repeated(self.trainer, report, rollout_every=self.rollout_every, kinds=self.kinds)
+        if report.one_in_first_step:
+            compute_one_in_first_step(self.trainer)
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
         _mask_secrets_when_pickled(type(self.trainer.args))

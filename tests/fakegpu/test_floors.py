@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth.layers", "formula.formula"),
     ("depth.expand", "patches.reducer", "tracer"),
     ("card", "depth.rounds", "patches.tensors"),
+    ("patches.same_calls",),
     (
         "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
         "patches.flex", "patches.recurrent", "patches.rollout", "patches.vllm",

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from autofit.fakegpu import AllocatorSettings, FakeGpu, fake_gpu
-from autofit.fakegpu.patches import rollout
+from autofit.fakegpu.depth.expand import Mark, run_of
+from autofit.fakegpu.patches import rollout, same_calls
 
 from .tiny_trainers import config
 
@@ -59,3 +60,79 @@ def test_a_long_rollout_played_in_strides_peaks_and_lasts_as_one_played_step_by_
     assert strides.least_capacity_bytes == pytest.approx(whole.least_capacity_bytes, rel=0.02)
     assert strides.memory.allocator.allocated_bytes == whole.memory.allocator.allocated_bytes
     assert strides.elapsed_s == pytest.approx(whole.elapsed_s, rel=1e-6)
+
+
+def _generate_twice(second: dict[str, object] | None = None) -> FakeGpu:
+    """Two rollouts of one model, the second with other settings or inputs."""
+    with fake_gpu("a100-40gb", follow_layers=True) as gpu:
+        model = AutoModelForCausalLM.from_config(config(hidden_size=512, head_dim=64), dtype=torch.bfloat16).cuda()
+        for changed in ({}, second or {}):
+            if "train" in changed:
+                model.train(bool(changed["train"]))
+            if "hook" in changed:
+                model.lm_head.register_forward_hook(lambda module, args, out: out.clone())
+            ids = torch.full((4, int(str(changed.get("tokens", 200)))), int(str(changed.get("token", 5)))).cuda()
+            settings = GenerationConfig(
+                max_new_tokens=36, do_sample=bool(changed.get("do_sample", True)), pad_token_id=4001, eos_token_id=4000
+            )
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )  # fmt: skip
+            assert (out[:, -36:] == 4000).sum().item() == 0
+            del out, ids
+    return gpu
+
+
+def test_a_rollout_like_one_before_is_played_to_the_same_bytes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = _generate_twice()
+    monkeypatch.setattr(same_calls, "_state", lambda model: object())  # no two calls are alike
+    traced = _generate_twice()
+    assert played.tracer.operation_count < 0.6 * traced.tracer.operation_count
+    assert played.memory.log.ids == traced.memory.log.ids
+    assert played.memory.log.nbytes == traced.memory.log.nbytes
+    assert played.memory.log.tags == traced.memory.log.tags
+    assert played.memory.allocator.state == traced.memory.allocator.state
+    assert played.peak_reserved_bytes == traced.peak_reserved_bytes
+    assert list(played.category_numbers()) == list(traced.category_numbers())
+    both = [run_of(gpu, [Mark(name="end", event=len(gpu.memory.log), stretch=10**9)]) for gpu in (played, traced)]
+    assert both[0].seconds()[0] == pytest.approx(both[1].seconds()[0], rel=1e-9)
+    assert played.elapsed_s == pytest.approx(traced.elapsed_s, rel=1e-3)
+    assert played.clock.kernel_count == traced.clock.kernel_count
+
+
+@pytest.mark.parametrize("second", [{"tokens": 201}, {"token": 6}, {"do_sample": False}, {"train": False}, {"hook": 1}])
+def test_a_rollout_that_may_differ_from_those_before_is_traced(second: dict[str, object]) -> None:
+    once = _generate_twice()
+    other = _generate_twice(second)
+    assert other.tracer.operation_count > 1.5 * once.tracer.operation_count
+
+
+def test_a_rollout_that_leaves_something_behind_is_traced_each_time() -> None:
+    kept: list[object] = []
+    with fake_gpu("a100-40gb") as gpu:
+        model = AutoModelForCausalLM.from_config(config(hidden_size=512, head_dim=64), dtype=torch.bfloat16).cuda()
+        model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
+        counts = []
+        for _ in range(3):
+            before = gpu.tracer.operation_count
+            model.generate(
+                input_ids=torch.full((4, 20), 5).cuda(),
+                generation_config=GenerationConfig(max_new_tokens=8, pad_token_id=4001, eos_token_id=4000),
+            )
+            counts.append(gpu.tracer.operation_count - before)
+    assert counts[1] == counts[2] > 100
+
+
+def test_a_card_too_full_for_a_rollout_like_one_before_says_so_and_keeps_nothing_of_it() -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        model = AutoModelForCausalLM.from_config(config(hidden_size=512, head_dim=64), dtype=torch.bfloat16).cuda()
+        settings = GenerationConfig(max_new_tokens=36, pad_token_id=4001, eos_token_id=4000)
+        ids = torch.full((64, 200), 5).cuda()
+        model.generate(input_ids=ids, generation_config=settings)
+        torch.cuda.empty_cache()
+        full = torch.empty(gpu.memory.free_bytes - (64 << 20), dtype=torch.uint8, device="cuda")
+        held = gpu.memory.allocator.allocated_bytes
+        with pytest.raises(torch.OutOfMemoryError):
+            model.generate(input_ids=ids, generation_config=settings)
+        assert gpu.memory.allocator.allocated_bytes == held
+        del full

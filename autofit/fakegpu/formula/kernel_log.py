@@ -56,6 +56,15 @@ class HostCounts(NamedTuple):
     views: int = 0
 
 
+class Counted(NamedTuple):
+    """What was counted so far: kernels by kind, the host's work by phase, and the last rollout's decode steps."""
+
+    kinds: Mapping[Kind, int]
+    hosts: Mapping[str, HostCounts]
+    steps: list[dict[Kind, int]]
+    step_hosts: list[list[int]]
+
+
 @dataclass(slots=True)
 class KernelKinds:
     """Kernels of the recorded steps by kind, and the launches of each segment."""
@@ -133,6 +142,24 @@ class KernelLog:
     def engine(self, law: VllmEngine | PagedBatching) -> None:
         """What generates; the last one told, after a synchronisation of its weights."""
         self._engine = law
+
+    def place(self) -> object:
+        """What the kernels to come are counted as."""
+        return self.on, self.phase
+
+    def counted(self) -> Counted:
+        hosts = {phase: HostCounts(*counts) for phase, counts in self._hosts.items()}
+        return Counted(dict(self._counts), hosts, self._steps, self._step_hosts)
+
+    def again(self, begin: Counted, end: Counted) -> None:
+        """Count once more what was counted from `begin` to `end`: a rollout like one before."""
+        for kind, count in end.kinds.items():
+            if more := count - begin.kinds.get(kind, 0):
+                self._counts[kind] = self._counts.get(kind, 0) + more
+        for phase, counts in end.hosts.items():
+            before, now = begin.hosts.get(phase, HostCounts()), self._hosts.setdefault(phase, list(HostCounts()))
+            now[:] = [n + c - b for n, c, b in zip(now, counts, before, strict=True)]
+        self._steps, self._step_hosts = end.steps, end.step_hosts
 
     def view(self) -> None:
         if self.on:

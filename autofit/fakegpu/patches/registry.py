@@ -34,6 +34,7 @@ from autofit.fakegpu.patches import (
     operators,
     recurrent,
     rollout,
+    same_calls,
     tensors,
     vllm,
 )
@@ -264,6 +265,8 @@ _LIBRARIES: dict[str, _Patches] = {
     "trl.kernels.chunked_logprob": libraries.trl_triton,
     "trl.kernels.chunked_divergence": libraries.trl_triton,
     "trl.trainer.utils": libraries.trl_loss_kernels,
+    "trl.trainer.grpo_trainer": same_calls.trl_scoring,
+    "trl.trainer.rloo_trainer": same_calls.trl_scoring,
     "trl.generation.vllm_generation": vllm.trl_vllm,
     "triton.runtime.jit": libraries.triton_launches,
     "triton.runtime.autotuner": libraries.triton_launches,

@@ -29,6 +29,7 @@ from autofit.fakegpu.depth.stack import full_config, repeats, stack_of, stands_f
 from autofit.fakegpu.engines.continuous import PagedBatching
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.same_calls import if_alike_played
 
 FIRST_TRY = 4  # traced steps before the first comparison; the first ones contain the prefill
 LAST_TRY = 40
@@ -191,6 +192,7 @@ def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[
     mixin = module.GenerationMixin
     running: list[RolloutSynthesis | _Countdown] = []
     reason = "a rollout is played from its first tokens, not simulated token by token"
+    yield mixin, "generate", if_alike_played(gpu, untouched(mixin.generate)), "a rollout like one before is played"
     yield mixin, "_sample", _sample(gpu, running, untouched(mixin._sample)), reason
     yield (
         mixin,

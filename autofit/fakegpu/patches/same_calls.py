@@ -1,0 +1,293 @@
+"""A rollout, or a pass without gradients, like an earlier one is played from that one's events, and not traced again.
+
+A call is recorded: its allocations and frees, its time segments and its kernels. A later call with the same inputs and
+a model in the same state has the same ones, if the recorded call left nothing behind but its outputs (and cuBLAS'
+workspace, which is there from then on) and gave back nothing of others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.clock import Clock
+from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.memory import Allocation
+from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.rates.kernels import Family
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class _Unlike(Exception):
+    """The inputs of a call hold what cannot be compared with those of another."""
+
+
+def if_alike_played(gpu: FakeGpu, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement of a method, of a model or of what trains one, whose calls without gradients are played."""
+    known: weakref.WeakKeyDictionary[Any, dict[object, _Recorded]] = weakref.WeakKeyDictionary()
+
+    def method(owner: Any, *args: object, **kwargs: object) -> Any:
+        if gpu.skips_rollouts or not _is_alone(gpu):
+            return original(owner, *args, **kwargs)
+        try:
+            of_owner = _state(owner) if isinstance(owner, torch.nn.Module) else None
+            key = (_surroundings(gpu), of_owner, _described((args, kwargs)))
+        except _Unlike:
+            return original(owner, *args, **kwargs)
+        calls = known.setdefault(owner, {})
+        if key in calls and gpu.tracer.workspaces:
+            return calls[key].again(gpu)
+        begin = _Moment.of(gpu)
+        out = original(owner, *args, **kwargs)
+        recorded = _Recorded.of(gpu, begin, out)
+        if recorded is not None:
+            calls[key] = recorded
+        return out
+
+    return method
+
+
+def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
+    """Patches of the trainers of `module`: log-probabilities of a rollout, without gradients."""
+    for trainer in (value for value in vars(module).values() if isinstance(value, type)):
+        original = vars(trainer).get("_get_per_token_logps_and_entropies")
+        if original is None:
+            continue
+        original = untouched(original)
+        once = if_alike_played(gpu, original)
+
+        def scored(*args: object, original: Any = original, once: Any = once, **kwargs: object) -> Any:
+            return (original if torch.is_grad_enabled() else once)(*args, **kwargs)
+
+        yield trainer, "_get_per_token_logps_and_entropies", scored, "a pass like one before is played"
+
+
+def _is_alone(gpu: FakeGpu) -> bool:
+    """Whether the card computes by itself, on one stream, with no operations joined by a compiler."""
+    tracer = gpu.tracer
+    return not (tracer.paused or tracer.groups or tracer.host or tracer.fusion or gpu.memory.stream)
+
+
+def _surroundings(gpu: FakeGpu) -> object:
+    log = gpu.clock.log
+    return (
+        torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32, gpu.clock.asleep, gpu.memory.category,
+        log.place() if log is not None else None,
+    )  # fmt: skip
+
+
+def _state(model: torch.nn.Module) -> object:
+    """What decides which code a model runs: its modules' plain values, hooks and replaced forwards, and its weights."""
+    config = getattr(model, "config", None)
+    parts = [
+        (type(part), _plain_values(vars(part)), _code(vars(part).get("forward")),
+         frozenset(map(_code, part._forward_pre_hooks.values())), frozenset(map(_code, part._forward_hooks.values())))
+        for part in model.modules()
+    ]  # fmt: skip
+    tensors = [(t.shape, t.dtype, t.device, t.requires_grad) for t in (*model.parameters(), *model.buffers())]
+    return tuple(parts), tuple(tensors), _plain_values(vars(config)) if config is not None else ()
+
+
+def _code(function: object) -> object:
+    """What a hook or a replaced forward runs: TRL puts one more of a kind on after each rollout."""
+    return getattr(function, "__code__", type(function))
+
+
+def _plain_values(values: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple((name, _hashable(value)) for name, value in values.items() if _is_plain(value))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, _PLAIN)
+
+
+def _hashable(value: object) -> object:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple, set)) else value
+
+
+def _described(value: object) -> object:
+    """Inputs as a key: shapes and known values of tensors, and settings. Raises _Unlike."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _described(each)) for name, each in value.items())
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.nn.Module):
+        return id(value), _state(value)
+    if type(value).__name__ == "GenerationConfig":
+        return _described(value.to_dict())  # type: ignore[attr-defined]
+    raise _Unlike
+
+
+def _tensor(tensor: torch.Tensor) -> object:
+    shadow = getattr(tensor, "_autofit_shadow", None) if isinstance(tensor, FakeTensor) else tensor
+    with _disable_current_modes():
+        values = None if shadow is None else bytes(shadow.contiguous().view(-1).view(torch.uint8).numpy().data)
+    rest = tuple(getattr(tensor, f"_autofit_{name}", None) for name in ("truth", "most"))
+    if hasattr(tensor, "_autofit_one_hot"):
+        raise _Unlike
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, values, rest
+
+
+_COUNTERS = ("flops", "bytes_moved", "kernel_count", "exposed_s", "skipped_s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A card before or after a call."""
+
+    event: int
+    allocation: int
+    stretch: int
+    repeat: int
+    others: tuple[float, ...]  # what a call must leave as it is: memory given back, tensors of several layers, lanes
+    now_s: float
+    counters: tuple[float, ...]
+    busy_s: Mapping[Family, float]
+    counted: Any  # by a listener of the clock
+
+    @classmethod
+    def of(cls, gpu: FakeGpu) -> _Moment:
+        clock, memory = gpu.clock, gpu.memory
+        stretch, repeat = (clock.cut(), len(clock.repeats)) if isinstance(clock, LayerClock) else (0, 0)
+        return cls(
+            event=len(memory.log), allocation=len(memory.allocations), stretch=stretch, repeat=repeat,
+            others=(
+                len(memory.log.emptied), len(gpu.layers.shares) if gpu.layers is not None else 0,
+                clock.copies_s, clock.gathers_s, clock.reductions_s,
+            ),
+            now_s=clock.now_s, counters=tuple(getattr(clock, name) for name in _COUNTERS), busy_s=dict(clock.busy_s),
+            counted=clock.log.counted() if clock.log is not None else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A tensor that a call returned: its place in one of the call's allocations, and its known values."""
+
+    allocation: int
+    elements: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    values: torch.Tensor | None
+
+    @classmethod
+    def of(cls, gpu: FakeGpu, tensor: torch.Tensor) -> _Output | None:
+        """None where it is not on the card."""
+        index, nbytes = gpu.memory.index_of(tensor), tensor.untyped_storage().nbytes()
+        if type(tensor) is not FakeTensor or index is None or nbytes % tensor.element_size():
+            return None
+        return cls(
+            index, nbytes // tensor.element_size(), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()),
+            tensor.dtype, tensor.device, _copied(gpu.tracer.shadows.of(tensor)),
+        )  # fmt: skip
+
+    def again(self, gpu: FakeGpu, allocation: int) -> torch.Tensor:
+        gpu.tracer.paused = True
+        try:
+            base = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+            out = base.as_strided(self.shape, self.stride, self.offset)
+        finally:
+            gpu.tracer.paused = False
+        gpu.memory.adopt(out, allocation)
+        gpu.tracer.shadows.give(out, _copied(self.values), fresh=True)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A call: what it took and gave back in order, its time, and its outputs."""
+
+    begin: _Moment
+    end: _Moment
+    lanes_s: tuple[float, float]  # of host and card at the end
+    events: Sequence[tuple[int, int, Allocation | None]]  # allocation, layer at work, and what was taken, if anything
+    outputs: Sequence[_Output | None]  # None: the call returned None
+    alone: bool  # whether it returned one tensor, and not several
+
+    @classmethod
+    def of(cls, gpu: FakeGpu, begin: _Moment, out: object) -> _Recorded | None:
+        """The call that began at `begin` and ended with `out`; None where another one may differ from it."""
+        memory, end = gpu.memory, _Moment.of(gpu)
+        parts = out if type(out) is tuple else (out,)
+        outputs = [_Output.of(gpu, part) if isinstance(part, torch.Tensor) else None for part in parts]
+        kept = {each.allocation for each in outputs if each is not None}
+        taken = range(begin.allocation, end.allocation)
+        stay = {number for number in taken if memory.allocations[number].died is None}
+        workspaces = stay & set(gpu.tracer.workspaces.values())
+        log, during = memory.log, slice(begin.event, end.event)
+        ids, sizes, tags = log.ids[during], log.nbytes[during], log.tags[during]
+        if (
+            stay - workspaces != kept
+            or len(kept) != sum(part is not None for part in parts)
+            or not all(id_ in taken for id_ in ids)
+            or end.others != begin.others
+            or not _is_alone(gpu)
+        ):
+            return None
+        events = [
+            (id_, tag, memory.allocations[id_] if nbytes > 0 else None)
+            for id_, nbytes, tag in zip(ids, sizes, tags, strict=True)
+            if id_ not in workspaces
+        ]
+        return cls(begin, end, (gpu.clock.host_s, gpu.clock.gpu_s), events, outputs, type(out) is not tuple)
+
+    def again(self, gpu: FakeGpu) -> Any:
+        """The outputs of the call, made once more."""
+        memory, layers, numbers = gpu.memory, gpu.layers, dict[int, int]()
+        try:
+            for number, tag, template in self.events:
+                if layers is not None:
+                    layers.set(tag)
+                if template is None:
+                    memory.release(numbers.pop(number))
+                else:
+                    numbers[number] = memory.allocate_again(template)
+        except torch.OutOfMemoryError:
+            for number in numbers.values():
+                memory.release(number)
+            raise
+        finally:
+            if layers is not None:
+                layers.set(0)
+        self._pass(gpu.clock)
+        made = [each and each.again(gpu, numbers[each.allocation]) for each in self.outputs]
+        return made[0] if self.alone else tuple(made)
+
+    def _pass(self, clock: Clock) -> None:
+        """Let the time of the call pass."""
+        begin, end, now_s = self.begin, self.end, clock.now_s
+        clock.host_s, clock.gpu_s = (now_s + seconds - begin.now_s for seconds in self.lanes_s)
+        for name, before, after in zip(_COUNTERS, begin.counters, end.counters, strict=True):
+            setattr(clock, name, getattr(clock, name) + after - before)
+        for family in clock.busy_s:
+            clock.busy_s[family] += end.busy_s[family] - begin.busy_s[family]
+        if isinstance(clock, LayerClock):
+            clock.repeat(begin.stretch, end.stretch, 1)
+        if clock.log is not None:
+            clock.log.again(begin.counted, end.counted)
+
+
+def _copied(values: torch.Tensor | None) -> torch.Tensor | None:
+    if values is None:
+        return None
+    with _disable_current_modes():
+        return values.clone()
