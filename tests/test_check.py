@@ -166,7 +166,7 @@ def test_an_end_before_the_last_change_is_told_with_what_was_found() -> None:
 def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:
     over = check(result(CARD.capacity_bytes + GB), weights_bytes=32 * GB)
     assert str(over).splitlines()[1] == (
-        "the weights are float32, as TRL loads a model whose `dtype` is not given: 32.00 GB for 8.00 B parameters; "
+        "the weights are float32, as a model is loaded whose `dtype` is not given: 32.00 GB for 8.00 B parameters; "
         "dtype: bfloat16 takes half of that"
     )
     assert over.to_dict()["float32_weights_bytes"] == 32 * GB

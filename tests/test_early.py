@@ -152,7 +152,7 @@ def test_a_file_that_is_missing_is_told_without_a_table(kept: Path, tmp_path: Pa
         registry.check_source_early(read_source(recipe), trainer=None, device="sim:t4", changes={})
     registry.check_source_early(read_source(recipe), trainer=None, device="sim:t4", changes={}, prompt_tokens=64)
     keep_keys("grpo")
-    with pytest.raises(ConfigError, match=r"model_name_or_path must be a folder .* got './weights'"):
+    with pytest.raises(ConfigError, match=r"model_name_or_path: there is no folder './weights' with a config.json"):
         registry.check_source_early(
             read_source({**recipe, "model_name_or_path": "./weights"}), trainer=None, device="sim:t4", changes={},
             prompt_tokens=64,

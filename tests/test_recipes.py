@@ -91,14 +91,16 @@ def test_a_reward_model_scores_full_sequences_with_random_weights(
 def test_a_reward_model_is_named_where_it_cannot_be(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for changes, message in (
         ({"reward_model_name_or_path": "no/such-judge"}, "reward_model_name_or_path must .* 'no/such-judge'"),
         ({"reward_weights": [1.0]}, "reward_weights must have one number for each reward .2: .* got 1"),
         ({"reward_funcs": ["some/judge"]}, "set reward_model_name_or_path: some/judge"),
     ):
+        folder = tmp_path / message[:8]
+        folder.mkdir()
+        monkeypatch.chdir(folder)  # where the recipe's own reward function is
         with pytest.raises(ConfigError, match=message):
-            _graded(tmp_path / message[:8], tiny_model, "sim:a10g", 4, **changes)
+            _graded(folder, tiny_model, "sim:a10g", 4, **changes)
 
 
 def _image_model(folder: Path, kind: str, **vision: object) -> Path:

@@ -42,7 +42,7 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
     ):
         return []
     return [
-        f"the weights are float32, as TRL loads a model whose `dtype` is not given: {format_bytes(nbytes)} for "
+        f"the weights are float32, as a model is loaded whose `dtype` is not given: {format_bytes(nbytes)} for "
         f"{count / 1e9:.2f} B parameters; dtype: bfloat16 takes half of that"
     ]
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import evaluation, keys, sharing
+from autofit.frontends import evaluation, keys
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.shipped import deepspeed
+from autofit.frontends.shipped import launch_of
 from autofit.frontends.tools import LLAMA_FACTORY
 
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
@@ -54,7 +54,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     draft.put("objective", {"dpo": "dpo", "kto": "kto", "rm": "reward"}.get(stage, "sft"), "stage")
     draft.put("per_device_train_batch_size", draft.whole("per_device_train_batch_size", 8))
     draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
-    launch = _launch(draft, folder)
+    launch = launch_of(draft, folder)
     _method(draft, launch)
     if not launch:  # hparams/parser.py: LoRA under DDP looks for no parameter without a gradient
         lora = draft.given.get("finetuning_type", "lora") == "lora"
@@ -128,20 +128,6 @@ def _check_training(draft: Draft) -> str:
             raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
     draft.refuse(keys.keys_of(LLAMA_FACTORY.name).refused)
     return stage
-
-
-def _launch(draft: Draft, folder: Path) -> dict[str, object]:
-    given = draft.raw("fsdp_config")
-    config = {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else {}
-    wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")
-    if wrapped is not None:  # transformers puts it into fsdp_config
-        config.setdefault("transformer_layer_cls_to_wrap", wrapped)
-    if draft.says("deepspeed"):
-        return sharing.zero(deepspeed(draft, folder), folder)
-    if draft.says("fsdp"):
-        return sharing.fsdp(draft.given["fsdp"], config)
-    draft.ignore(("fsdp_min_num_params",))
-    return {}
 
 
 def _host_experts(draft: Draft) -> None:

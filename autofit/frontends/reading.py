@@ -8,6 +8,7 @@ from typing import TypeVar
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import (
     axolotl,
+    hf_script,
     llama_factory,
     ms_swift,
     tools,
@@ -55,6 +56,8 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
     if yaml_script.starts(text):
         started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
         return _of_training(started, path, ranks)
+    if hf_script.starts(text):
+        return _named("a Trainer of its own", path, lambda: hf_script.of_script(text, folder=folder, ranks=ranks))
     return _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks))
 
 
@@ -143,6 +146,8 @@ def _script(path: Path, ranks: int | None) -> Explanation:
             count = started.ranks if ranks is None else ranks
             said = tools.explain(started.tool, started.values, ranks=count)
             return _with_recipe(said, lambda: _of_training(started, path, ranks))
+        if hf_script.starts(text):
+            return _named("a Trainer of its own", path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
         try:
             training = ms_swift.training(text, folder=folder)
         except ConfigError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends.draft import Draft
-from autofit.frontends.sharing import near
+from autofit.frontends.sharing import fsdp, near, zero
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY
 
 _ON_HOST = {"device": "cpu", "pin_memory": True}
@@ -61,3 +61,18 @@ def deepspeed(draft: Draft, folder: Path) -> object:
             draft.note(f"{given} is not here: the file of that name that {draft.tool} ships is taken for it")
             return found
     return given
+
+
+def launch_of(draft: Draft, folder: Path) -> dict[str, object]:
+    """The accelerate config of transformers' `deepspeed`, or of its `fsdp` and `fsdp_config`; {} without both."""
+    given = draft.raw("fsdp_config")
+    config = {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else {}
+    wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")
+    if wrapped is not None:  # transformers puts it into fsdp_config
+        config.setdefault("transformer_layer_cls_to_wrap", wrapped)
+    if draft.says("deepspeed"):
+        return zero(deepspeed(draft, folder), folder)
+    if draft.says("fsdp"):
+        return fsdp(draft.given["fsdp"], config)
+    draft.ignore(("fsdp_min_num_params",))
+    return {}

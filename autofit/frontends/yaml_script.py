@@ -64,7 +64,7 @@ def training(text: str, *, folder: Path) -> Training:
         raise ConfigError("`axolotl train` names no YAML in it")
     rest = words if config is None else words[1:]
     own = _overrides(rest) if config is not None and tool is LLAMA_FACTORY else _arguments(rest, folder, tool)
-    shared = _accelerate_config(command, place, folder)
+    shared = accelerate_config(command, place, folder)
     given = {} if config is None else read_yaml_mapping(config, what=f"config of {tool.name}")
     unsure = [key for key, value in own.items() if UNSURE in str(value) and key != "output_dir"]
     if unsure:
@@ -72,10 +72,8 @@ def training(text: str, *, folder: Path) -> Training:
     over = of_accelerate(shared) if tool is LLAMA_FACTORY and not {"deepspeed", "fsdp"} & {*given, *own} else {}
     over |= {key: value for key, value in own.items() if key not in _OF_LAUNCH}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
-    return Training(
-        tool=tool, values={**given, **over}, ranks=_ranks(command, place, tool, shared), config=config, laid_over=over,
-        notes=notes,
-    )  # fmt: skip
+    ranks = launched(command, place, shared, by_environment=tool is LLAMA_FACTORY and place == 1)
+    return Training(tool=tool, values={**given, **over}, ranks=ranks, config=config, laid_over=over, notes=notes)
 
 
 def _started(text: str) -> Iterator[tuple[Command, Tool, int]]:
@@ -115,7 +113,7 @@ def _arguments(words: Sequence[str], folder: Path, tool: Tool) -> dict[str, obje
     return found
 
 
-def _accelerate_config(command: Command, place: int, folder: Path) -> Mapping[str, object]:
+def accelerate_config(command: Command, place: int, folder: Path) -> Mapping[str, object]:
     """The config file of `accelerate launch`; {} without one."""
     given = dict(options(command.words[:place])).get("config_file") if command.words[0] == "accelerate" else None
     if given is None:
@@ -123,8 +121,11 @@ def _accelerate_config(command: Command, place: int, folder: Path) -> Mapping[st
     return read_yaml_mapping(near(_certain("config_file", given), folder), what="accelerate config")
 
 
-def _ranks(command: Command, place: int, tool: Tool, shared: Mapping[str, object]) -> int | None:
-    """Ranks that are started: by the launcher's options or its config, by the environment, or one a visible card."""
+def launched(command: Command, place: int, shared: Mapping[str, object], *, by_environment: bool = False) -> int | None:
+    """Ranks that are started: by the launcher's options or its config, by the environment, or one a visible card.
+
+    `by_environment` is for a program that reads NPROC_PER_NODE and NNODES.
+    """
     words, environment = command.words, command.variables
     # `axolotl train` starts a launcher itself, with options among its own
     said = dict(options(words if words[0].rpartition("/")[2] == "axolotl" else words[:place]))
@@ -133,7 +134,7 @@ def _ranks(command: Command, place: int, tool: Tool, shared: Mapping[str, object
     total = said.get("num_processes") or shared.get("num_processes")
     each: object = said.get("nproc_per_node") or said.get("num_gpus")
     machines = next((said[key] for key in ("nnodes", "num_nodes", "num_node") if key in said), None)
-    if total is None and each is None and place == 1 and tool is LLAMA_FACTORY:
+    if total is None and each is None and by_environment:
         each, machines = environment.get("NPROC_PER_NODE"), environment.get("NNODES")
     if total is not None:
         return _whole(total)

@@ -1,0 +1,145 @@
+"""Scripts that start somebody's own trainer with transformers' arguments, as FastChat's and Qwen's are. No torch here.
+
+What such a Python file does is not known: it is taken for a plain Trainer of a language model. What the arguments leave
+open counts as the larger: weights in float32, adapters on all linear layers, every sample of the full length.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from autofit.errors import ConfigError
+from autofit.frontends import keys
+from autofit.frontends.command import UNSURE, Command, arguments, commands
+from autofit.frontends.draft import Draft
+from autofit.frontends.foreign import Explanation, Foreign, Line, lines
+from autofit.frontends.sharing import of_accelerate
+from autofit.frontends.shipped import launch_of
+from autofit.frontends.trl_recipe import batch_words
+from autofit.frontends.yaml_script import accelerate_config, launched
+
+TOOL = "transformers"
+_MODEL = "model_name_or_path"
+_OTHER_TASK = re.compile(
+    r"dpo|ppo|grpo|kto|orpo|reward|distil|embed|rerank|llava|_vl|vlm|mm_|seq2seq|classif|glue|qa\b"
+)
+_SEEING = ("vision_tower", "image_folder", "image_path", "tune_mm_llm", "mm_projector_lr", "max_pixels", "video_folder")
+_LENGTHS = ("model_max_length", "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "max_length", "seq_length",
+            "max_len")  # fmt: skip
+_LORA = ("use_lora", "use_peft", "use_peft_lora", "lora_enable")
+_QLORA = ("q_lora", "use_qlora", "qlora", "load_in_4bit")
+_RANK = 8  # PEFT's default
+
+
+def starts(text: str) -> bool:
+    """Whether a script starts a Python file with transformers' arguments."""
+    return next(_started(text), None) is not None
+
+
+def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
+    """The recipe of the first training that a script in `folder` starts. Raises ConfigError."""
+    found = list(_started(text))
+    command, place = found[0]
+    program = command.words[place]
+    if _OTHER_TASK.search(Path(program).name):
+        raise ConfigError(f"{program}: only the training of a language model on text is read, by its arguments")
+    given = arguments(command.words[place + 1 :], folder, tool=TOOL)
+    unsure = [key for key, value in given.items() if UNSURE in str(value) and _counts(key)]
+    if unsure:
+        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    shared = accelerate_config(command, place, folder)
+    if not {"deepspeed", "fsdp"} & given.keys():
+        given |= of_accelerate(shared)
+    count = launched(command, place, shared) if ranks is None else ranks
+    foreign = _recipe(given, folder, count, program)
+    more = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
+    return replace(foreign, notes=(*foreign.notes, *more))
+
+
+def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
+    """How the training is started, what stands for it, and the effective batch by transformers' defaults."""
+    command, place = next(_started(text))
+    found = of_script(text, folder=folder, ranks=ranks)
+    first = (
+        Line("tool", f"{command.words[place]}, with {TOOL}' arguments"),
+        Line("effective batch", batch_words("hf", found.values, found.ranks)),
+    )
+    return Explanation(tool=TOOL, lines=(*first, *lines(found)), notes=found.notes)
+
+
+def _started(text: str) -> Iterator[tuple[Command, int]]:
+    """(a command that trains, the place of the Python file or module in it)."""
+    for command in commands(text):
+        words = command.words
+        if not any(word.partition("=")[0] == f"--{_MODEL}" for word in words):
+            continue
+        for place, word in enumerate(words):
+            module = words[place - 1] == "-m" and not word.startswith(("torch.", "accelerate", "deepspeed"))
+            if place and (word.endswith(".py") or module):
+                yield command, place
+                break
+
+
+def _counts(key: str) -> bool:
+    own = keys.keys_of(TOOL)
+    return key not in own.without_effect and not re.search(
+        r"data|path|dir|name|token$|file|wandb", key.replace(_MODEL, "")
+    )
+
+
+def _recipe(given: dict[str, object], folder: Path, ranks: int | None, program: str) -> Foreign:
+    draft = Draft(TOOL, given)
+    for key in _SEEING:
+        if given.get(key):
+            raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
+    draft.put(_MODEL, draft.text(_MODEL))
+    draft.same("trust_remote_code")
+    draft.put("model_revision", draft.text("model_revision"))
+    draft.put("objective", "sft")
+    draft.put("per_device_train_batch_size", draft.whole("per_device_train_batch_size", 8))
+    draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
+    draft.put("gradient_checkpointing", draft.is_on("gradient_checkpointing"))
+    launch = launch_of(draft, folder)
+    _weights(draft)
+    attention = draft.text("attn_implementation")
+    flash = draft.is_on("use_flash_attn") or draft.is_on("use_flash_attention_2")
+    draft.put("attn_implementation", attention or ("flash_attention_2" if flash else None))
+    draft.put("use_liger_kernel", True if draft.is_on("use_liger_kernel") else None)
+    lengths = [draft.whole(key) for key in _LENGTHS]
+    tokens = next((length for length in lengths if length is not None), None)
+    keys.take(draft)
+    if unread := draft.left():
+        draft.note(f"left out, as only {program} knows what they do: {', '.join(unread)}")
+        draft.ignore(unread)
+    draft.note(f"{program} is taken for a plain Trainer that makes all logits; what it does besides is not simulated")
+    return draft.foreign("hf", launch=launch, ranks=ranks, prompt_tokens=tokens)
+
+
+def _weights(draft: Draft) -> None:
+    """What is trained, and what weights are held in."""
+    quantised = [key for key in _QLORA if draft.is_on(key)]
+    adapters = [key for key in _LORA if draft.is_on(key)]
+    bf16, fp16 = draft.is_on("bf16"), draft.is_on("fp16")
+    draft.put("bf16", bf16)
+    draft.put("fp16", fp16 or None)
+    dtype = next((said for key in ("torch_dtype", "dtype") if (said := draft.text(key))), None)
+    if dtype in (None, "auto"):
+        dtype = "float32"
+        draft.note("the script does not say in what the weights are held: float32 is taken, the larger (torch_dtype)")
+    draft.put("dtype", dtype, "torch_dtype")
+    if not quantised and not adapters:
+        return
+    draft.put("use_peft", True, (adapters or quantised)[0])
+    rank = next((found for key in ("lora_r", "lora_rank") if (found := draft.whole(key))), None)
+    draft.put("lora_r", rank or _RANK, "lora_r")
+    draft.put("lora_alpha", draft.whole("lora_alpha"))
+    draft.put("lora_dropout", draft.number("lora_dropout"))
+    modules = draft.raw("lora_target_modules") or draft.raw("lora_target")
+    draft.put("lora_target_modules", modules.split(",") if isinstance(modules, str) else modules or ["all-linear"])
+    if rank is None or modules is None:
+        draft.note(
+            "the script does not say its adapters: PEFT's rank of 8 on all linear layers is taken where it is open"
+        )
+    if quantised:
+        draft.put("load_in_4bit", True, quantised[0])
