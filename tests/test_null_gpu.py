@@ -210,7 +210,8 @@ def test_two_ranks_are_probed_on_two_cards(
     assert [one.rank for one in result.ranks] == [0, 1]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # CI has the two processes on the CPU (test_engine_probes.py)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_resumes_beside_one_engine_and_not_the_first_ones_bytes_too(
     ranks: int, null_gpu: NullGpu, cards: Callable[..., None], server: ForkServer, tmp_path: Path, tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
