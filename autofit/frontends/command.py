@@ -143,6 +143,28 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("-", "_"), value if mark else "" if following.startswith("-") else following
 
 
+def certain(what: str, value: object) -> str:
+    """A file's name as a script says it. Raises ConfigError for one that is only known where the script runs."""
+    if not isinstance(value, str) or UNSURE in value:
+        got = "" if isinstance(value, str) else f"; got {quoted(value)}"
+        raise ConfigError(f"the script does not say {what} for certain; write the file there{got}")
+    return value
+
+
+def accelerate_config(before: Sequence[str], folder: Path) -> dict[str, object]:
+    """The config file of `accelerate launch`, of the words `before` the program; {} without one."""
+    given = dict(options(before)).get("config_file") if before[0] == "accelerate" else None
+    if given is None:
+        return {}
+    return read_yaml_mapping(near(certain("config_file", given), folder), what="accelerate config")
+
+
+def visible_cards(variables: Mapping[str, str]) -> int | None:
+    """Cards that CUDA_VISIBLE_DEVICES names; None where it is not set, or not known here."""
+    shown = variables.get("CUDA_VISIBLE_DEVICES", "")
+    return len(shown.split(",")) if shown and UNSURE not in shown else None
+
+
 def _plain(word: str) -> object:
     """The value of a word: a number, true or false, JSON, or text."""
     if UNSURE in word:

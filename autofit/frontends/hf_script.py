@@ -11,13 +11,13 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import keys
-from autofit.frontends.command import UNSURE, Command, arguments, commands
+from autofit.frontends.command import UNSURE, Command, accelerate_config, arguments, commands
 from autofit.frontends.draft import Draft
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
 from autofit.frontends.sharing import of_accelerate
 from autofit.frontends.shipped import launch_of
 from autofit.frontends.trl_recipe import batch_words
-from autofit.frontends.yaml_script import accelerate_config, launched
+from autofit.frontends.yaml_script import launched
 
 TOOL = "transformers"
 _MODEL = "model_name_or_path"
@@ -48,7 +48,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     unsure = [key for key, value in given.items() if UNSURE in str(value) and _counts(key)]
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
-    shared = accelerate_config(command, place, folder)
+    shared = accelerate_config(command.words[:place], folder)
     if not {"deepspeed", "fsdp"} & given.keys():
         given |= of_accelerate(shared)
     count = launched(command, place, shared) if ranks is None else ranks
@@ -90,9 +90,7 @@ def _counts(key: str) -> bool:
 
 def _recipe(given: dict[str, object], folder: Path, ranks: int | None, program: str) -> Foreign:
     draft = Draft(TOOL, given)
-    for key in _SEEING:
-        if given.get(key):
-            raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
+    draft.refuse(dict.fromkeys(_SEEING, "training on images, video or sound is not read, only on text"))
     draft.put(_MODEL, draft.text(_MODEL))
     draft.same("trust_remote_code")
     draft.put("model_revision", draft.text("model_revision"))

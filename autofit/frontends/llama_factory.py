@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import evaluation, keys
-from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.shipped import launch_of
 from autofit.frontends.tools import LLAMA_FACTORY
@@ -36,6 +36,7 @@ _VALUES = {("flash_attn", True): "fa2", ("flash_attn", False): "disabled",
            ("quantization_method", "bitsandbytes"): "bnb"}  # fmt: skip
 _QUANTISED = ("gptq", "awq", "aqlm")  # in the name of a model whose weights are so on disk
 _GONE = ("reserved_label_len", "resume_lora_training")
+_PARTS = ("max_source_length", "max_target_length")  # which made up a sample until 2023
 _V1 = ("model_class", "dist_config", "kernel_config", "train_dataset")  # of the trainer under src/llamafactory/v1
 
 
@@ -96,6 +97,10 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
     for old, new in _RENAMED.items():
         if old in given:
             found.setdefault(new, given[old])
+    lengths = [number(found.get(key)) for key in _PARTS]
+    if None not in lengths:
+        found = {key: value for key, value in found.items() if key not in _PARTS}
+        found.setdefault("cutoff_len", sum(int(length or 0) for length in lengths))
     for (key, value), today in _VALUES.items():
         if type(found.get(key)) is type(value) and found[key] == value:
             found[key] = today

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import evaluation, sharing, swift_tasks
-from autofit.frontends.command import UNSURE, Command, arguments, commands, options
+from autofit.frontends.command import UNSURE, Command, accelerate_config, arguments, commands, options, visible_cards
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
 from autofit.frontends.tools import MS_SWIFT
-from autofit.recipe.yaml_file import read_yaml_mapping
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -87,7 +86,7 @@ def training(text: str, *, folder: Path) -> Training:
     command, kind, words = found[0]
     values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
     environment |= _env(values)
-    config = _accelerate_config(command, folder)
+    config = accelerate_config(command.words, folder)
     values = {**sharing.of_accelerate(config), **values}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
     values |= {TYPE: kind, "ENV": environment}
@@ -117,17 +116,6 @@ def _started(command: Command) -> Iterator[tuple[str, tuple[str, ...]]]:
                 return
 
 
-def _accelerate_config(command: Command, folder: Path) -> Mapping[str, object]:
-    """The config file of `accelerate launch`; {} without one. Raises ConfigError where it cannot be read."""
-    given = dict(options(command.words)).get("config_file") if command.words[0] == "accelerate" else None
-    if given is None:
-        return {}
-    if UNSURE in given:
-        raise ConfigError("the script does not say config_file for certain; write the value there")
-    found = read_yaml_mapping(sharing.near(given, folder), what="accelerate config")
-    return {str(key): value for key, value in found.items()}
-
-
 def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str, object]) -> int | None:
     """Ranks that the launcher starts: its options, its config, or NPROC_PER_NODE x NNODES of the environment.
 
@@ -142,8 +130,7 @@ def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str
     counts = [
         int(text) if text is not None and text.isdecimal() and len(text) < 10 else None for text in (each, machines)
     ]
-    shown = environment.get("CUDA_VISIBLE_DEVICES", "")
-    cards = len(shown.split(",")) if shown and UNSURE not in shown else None
+    cards = visible_cards(environment)
     started = words[0] not in ("accelerate", "deepspeed")
     if each is None and not started:
         return cards if cards and cards > 1 else None

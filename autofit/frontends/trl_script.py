@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.errors import ConfigError, quoted
-from autofit.frontends.command import UNSURE, Command, arguments, commands, options
+from autofit.errors import ConfigError
+from autofit.frontends.command import UNSURE, Command, arguments, certain, commands, options, visible_cards
 from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
@@ -70,7 +70,7 @@ def training(text: str, *, folder: Path) -> Training:
     given = arguments(command.words[place + 1 :], folder, tool=TOOL)
     prompt_tokens, keys = None, dict[str, str]()
     if (config := given.pop("config", None)) is not None:
-        path = near(_certain("config", config), folder)
+        path = near(certain("config", config), folder)
         given = {**read_yaml_mapping(path, what="config of TRL"), **given}
         if tool_of(given) is not None:
             named = recipe(given, folder=path.parent, trainer=kind)
@@ -88,7 +88,7 @@ def training(text: str, *, folder: Path) -> Training:
     values |= {key: [values[key]] for key in _LISTS if isinstance(values.get(key), str | int | float)}
     for key in ("accelerate_config", "config_file", "deepspeed", "deepspeed_config_file", "fsdp_config"):
         if isinstance(name := values.get(key), str) and name.endswith((".yaml", ".yml", ".json")):
-            values[key] = str(near(_certain(key, name), folder))
+            values[key] = str(near(certain(key, name), folder))
     ranks = values.get("num_processes")
     if ranks is None and not {"accelerate_config", "config_file"} & values.keys():
         ranks = _visible(command, before)
@@ -165,11 +165,4 @@ def _visible(command: Command, before: Sequence[str]) -> int | None:
     """Ranks where the launcher does not say: one of a plain `python`, else the cards that the environment names."""
     if before[:1] in (("python",), ("python3",), ("uv",)) and "torch.distributed.run" not in before:
         return 1
-    shown = command.variables.get("CUDA_VISIBLE_DEVICES", "")
-    return len(shown.split(",")) if shown and UNSURE not in shown else None
-
-
-def _certain(key: str, value: object) -> str:
-    if not isinstance(value, str) or UNSURE in value:
-        raise ConfigError(f"the script does not say {key} for certain; write the file there; got {quoted(value)}")
-    return value
+    return visible_cards(command.variables)

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.command import UNSURE, Command, arguments, commands, options
+from autofit.frontends.command import (
+    UNSURE,
+    Command,
+    accelerate_config,
+    arguments,
+    certain,
+    commands,
+    options,
+    visible_cards,
+)
 from autofit.frontends.sharing import near, of_accelerate
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, Tool
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
@@ -25,7 +34,6 @@ launcher num_processes num_machines main_process_port main_process_ip sweep clou
 debug_num_examples prompter shard mixed_precision machine_rank accelerate_config use_ray ray_num_workers
 """
 _OF_LAUNCH = frozenset(_NAMES.split())
-_SOURCE, _TARGET = "max_source_length", "max_target_length"  # of LLaMA-Factory until 2023
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +67,12 @@ def training(text: str, *, folder: Path) -> Training:
     found = list(_started(text))
     command, tool, place = found[0]
     words = command.words[place + 1 :]
-    config = near(_certain("the config", words[0]), folder) if words and words[0].endswith(_YAML) else None
+    config = near(certain("the config", words[0]), folder) if words and words[0].endswith(_YAML) else None
     if config is None and tool is AXOLOTL:
         raise ConfigError("`axolotl train` names no YAML in it")
     rest = words if config is None else words[1:]
     own = _overrides(rest) if config is not None and tool is LLAMA_FACTORY else _arguments(rest, folder, tool)
-    shared = accelerate_config(command, place, folder)
+    shared = accelerate_config(command.words[:place], folder)
     given = {} if config is None else read_yaml_mapping(config, what=f"config of {tool.name}")
     unsure = [key for key, value in own.items() if UNSURE in str(value) and key != "output_dir"]
     if unsure:
@@ -103,22 +111,8 @@ def _overrides(words: Sequence[str]) -> dict[str, object]:
 
 
 def _arguments(words: Sequence[str], folder: Path, tool: Tool) -> dict[str, object]:
-    """The values of `--key value`, up to a `--`; LLaMA-Factory's lengths of 2023 as the one that they made together."""
-    end = words.index("--") if "--" in words else len(words)
-    found = arguments(words[:end], folder, tool=tool.name)
-    source, target = found.get(_SOURCE), found.get(_TARGET)
-    if tool is LLAMA_FACTORY and isinstance(source, int) and isinstance(target, int):
-        found = {key: value for key, value in found.items() if key not in (_SOURCE, _TARGET)}
-        found.setdefault("cutoff_len", source + target)
-    return found
-
-
-def accelerate_config(command: Command, place: int, folder: Path) -> Mapping[str, object]:
-    """The config file of `accelerate launch`; {} without one."""
-    given = dict(options(command.words[:place])).get("config_file") if command.words[0] == "accelerate" else None
-    if given is None:
-        return {}
-    return read_yaml_mapping(near(_certain("config_file", given), folder), what="accelerate config")
+    """The values of `--key value`, up to a `--`, after which a launcher's own follow."""
+    return arguments(words[: words.index("--") if "--" in words else None], folder, tool=tool.name)
 
 
 def launched(command: Command, place: int, shared: Mapping[str, object], *, by_environment: bool = False) -> int | None:
@@ -141,8 +135,7 @@ def launched(command: Command, place: int, shared: Mapping[str, object], *, by_e
     if each is None and words[0].rpartition("/")[2].startswith("python") and "torch.distributed.run" not in words:
         return 1
     if each is None:
-        shown = environment.get("CUDA_VISIBLE_DEVICES", "")
-        each = len(shown.split(",")) if shown and UNSURE not in shown else None
+        each = visible_cards(environment)
     one, count = _whole(each), _whole(machines or 1)
     return None if one is None or count is None else one * count
 
@@ -150,9 +143,3 @@ def launched(command: Command, place: int, shared: Mapping[str, object], *, by_e
 def _whole(value: object) -> int | None:
     text = str(value)
     return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else None
-
-
-def _certain(what: str, value: str) -> str:
-    if UNSURE in value:
-        raise ConfigError(f"the script does not say {what} for certain; write the file there")
-    return value

@@ -154,7 +154,6 @@ class _Moment:
     event: int
     allocation: int
     stretch: int
-    repeat: int
     others: tuple[float, ...]  # what a call must leave as it is: memory given back, tensors of several layers, lanes
     now_s: float
     counters: tuple[float, ...]
@@ -164,9 +163,9 @@ class _Moment:
     @classmethod
     def of(cls, gpu: FakeGpu) -> _Moment:
         clock, memory = gpu.clock, gpu.memory
-        stretch, repeat = (clock.cut(), len(clock.repeats)) if isinstance(clock, LayerClock) else (0, 0)
         return cls(
-            event=len(memory.log), allocation=len(memory.allocations), stretch=stretch, repeat=repeat,
+            event=len(memory.log), allocation=len(memory.allocations),
+            stretch=clock.cut() if isinstance(clock, LayerClock) else 0,
             others=(
                 len(memory.log.emptied), len(gpu.layers.shares) if gpu.layers is not None else 0,
                 clock.copies_s, clock.gathers_s, clock.reductions_s,
