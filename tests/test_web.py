@@ -432,6 +432,17 @@ data: [/etc/passwd, a, {b: 1, c: /etc}, [/etc]]
     assert "passwd" not in (tmp_path / "pasted.yaml").read_text()
 
 
+def test_a_deepspeed_file_that_the_tool_ships_is_known_by_its_name_though_no_file_is_read(tmp_path: Path) -> None:
+    lines = ("stage: sft", "finetuning_type: lora", "model_name_or_path: Qwen/Qwen3-4B", "do_train: true", "dataset: a")
+    text = "\n".join((*lines, "deepspeed: /etc/examples/deepspeed/ds_z3_config.json"))
+    found = read(text, tmp_path)
+    assert found.values["deepspeed"]["zero_optimization"]["stage"] == 3  # type: ignore[index]
+    assert found.notes == ("for ds_z3_config.json the file that LLaMA-Factory ships is taken",)
+    other = read(text.replace("ds_z3_config", "my_own"), tmp_path)
+    assert "deepspeed" not in other.values
+    assert other.notes == ("left out, as no file is read: deepspeed",)
+
+
 @pytest.mark.parametrize(
     "text", ["a: &a [x, x]\nb: &b [*a, *a]\n" + "c: [*b, *b]\n" * 9000, "[" * 5000, "a: !!python/x", "- a", "x"]
 )

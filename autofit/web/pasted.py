@@ -101,7 +101,7 @@ def _recipe(path: Path, **said: object) -> Pasted:
             path.write_text(yaml.safe_dump(kept), encoding="utf-8")
             notes = [f"left out, as no file is read: {', '.join(left[:12])}"] if left else []
             if own is not None:
-                notes.append(f"{Path(str(values['deepspeed'])).name} is taken for the file that {tool.name} ships")
+                notes.append(f"for {Path(str(values['deepspeed'])).name} the file that {tool.name} ships is taken")
             return Pasted(values=kept, explained=explain(path), notes=tuple(notes))
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"{path} ", "").replace(f" {path}", "")) from error
