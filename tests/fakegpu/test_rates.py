@@ -237,13 +237,37 @@ def test_attention_of_grouped_heads_is_counted(key_heads: int) -> None:
     assert flops(attention, (q, k, k, 0.0, True), {}, q) == 4 * 2 * 16 * 512 * 512 * 64
 
 
-def test_hoppers_own_attention_is_faster_than_version_2_and_its_backward_too() -> None:
-    def seconds(kind: str) -> float:
-        sizes = [np.array([float(size)]) for size in (4, 16, 16, 2048, 2048, 128)]
-        rates = card_rates("h100_sxm")
-        return float(rates.attention.seconds(rates.machine, *sizes, causal=True, of_torch=kind)[0])
+# Milliseconds of torch's kernels, forward and backward, on an H100 80GB HBM3 (experiments/gpu/h100/kernel_times.json).
+HOPPER = [
+    ("flash", (8, 32, 1024, 128), 0.279, 1.115), ("flash", (4, 16, 2048, 128), 0.301, 0.908),
+    ("flash", (1, 32, 8192, 128), 1.730, 4.955), ("flash", (4, 14, 2048, 64), 0.148, 0.467),
+    ("cudnn", (8, 32, 1024, 128), 0.246, 0.595), ("cudnn", (4, 16, 2048, 128), 0.152, 0.491),
+    ("cudnn", (1, 32, 8192, 128), 0.937, 2.912), ("cudnn", (2, 8, 2048, 256), 0.103, 0.476),
+    ("efficient", (1, 32, 8192, 128), 3.355, 10.486), ("efficient", (2, 8, 2048, 256), 0.353, 4.185),
+]  # fmt: skip
 
-    assert seconds("cudnn") < seconds("flash") < seconds("efficient")
+
+def _hopper_s(kind: str, shape: tuple[int, int, int, int], *, backward: bool = False) -> float:
+    batch, heads, length, dim = shape
+    sizes = [np.array([float(size)]) for size in (batch, heads, heads, length, length, dim)]
+    rates = card_rates("h100_sxm")
+    return float(rates.attention.seconds(rates.machine, *sizes, causal=True, backward=backward, of_torch=kind)[0])
+
+
+@pytest.mark.parametrize(("kind", "shape", "forward_ms", "backward_ms"), HOPPER)
+def test_torchs_attention_on_hopper_takes_what_was_measured(
+    kind: str, shape: tuple[int, int, int, int], forward_ms: float, backward_ms: float
+) -> None:
+    assert _hopper_s(kind, shape) == pytest.approx(forward_ms / 1e3, rel=0.02)
+    assert _hopper_s(kind, shape, backward=True) == pytest.approx(backward_ms / 1e3, rel=0.02)
+
+
+@pytest.mark.parametrize("length", [16384, 65536, 262144])
+def test_attention_of_long_sequences_keeps_a_share_of_the_peak_that_kernels_reach(length: int) -> None:
+    """The fastest kernels published for an H100 have 0.75 of its peak (FlashAttention-3, arXiv 2407.08608)."""
+    flops_of = 2.0 * 32 * length**2 * 128
+    assert 0.6 < flops_of / _hopper_s("cudnn", (1, 32, length, 128)) / 989e12 < 0.75
+    assert 0.3 < flops_of / _hopper_s("flash", (1, 32, length, 128)) / 989e12 < 0.45
 
 
 def test_a_kernel_takes_a_short_ones_time_beside_its_bytes() -> None:

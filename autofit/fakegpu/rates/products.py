@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -142,23 +141,37 @@ class GemmTable:
 # Needs no torch.
 
 
-class Slower(NamedTuple):
-    """Seconds of a kernel over those of the measured forward."""
-
-    forward: float
-    backward: float
-
-
+# Seconds of torch's kernels over those of the measured forward: first of the forward, then of the backward.
+#
 # The backward has 2.5 times the FLOPs of the forward (FlashAttention-2, arXiv 2307.08691, section 3.2: five matrix
 # products instead of two), at 63 instead of 73 % of the peak, both the best of the same paper (section 4.1, A100).
 _BACKWARD = 2.5 * 0.73 / 0.63
 # Memory-efficient attention (xformers' CUTLASS kernel, which takes masks) has half the speed of flash attention (the
 # same paper, section 4.1, "around 2x faster than FlashAttention and its CUTLASS version in xformers").
-_TORCH = {"flash": Slower(1.0, _BACKWARD), "cudnn": Slower(1.0, _BACKWARD), "efficient": Slower(2.0, 2.0 * _BACKWARD)}
-# Where flash attention 3 was measured, as on a H100, torch has version 2 and cuDNN's. Geometric means over shapes of 30
-# to 550 GFLOP with heads of 64, 128 and 256 (efficient backward: without 256, 20 times), causal, torch 2.11.0 on an
-# H100 80GB HBM3 (experiments/gpu/kernel_times.py, 2026-11-26); a shape is up to 47 % off. Assumed of later cards.
-_BESIDE_VERSION_3 = {"flash": Slower(1.09, 3.4), "cudnn": Slower(0.63, 1.96), "efficient": Slower(1.96, 6.4)}
+_TORCH = {"flash": (1.0, _BACKWARD), "cudnn": (1.0, _BACKWARD), "efficient": (2.0, 2.0 * _BACKWARD)}
+# Where flash attention 3 was measured, as on a H100, torch has version 2 and cuDNN's: seconds over those of version 3's
+# forward, by the length with heads of 128 and by the heads' size, causal, torch 2.11.0 on an H100 80GB HBM3
+# (experiments/gpu/kernel_times.py, 2026-11-26). Between them the logarithms are interpolated; beyond them the nearest
+# counts, so that long sequences keep the share of the peak that 8,192 tokens have. Assumed of later cards.
+_LENGTHS, _HEADS = np.log((1024.0, 2048.0, 8192.0)), np.log((64.0, 128.0, 256.0))
+_BY_LENGTH = {
+    "flash": ((0.83, 1.15, 1.60), (3.32, 3.46, 4.58)),
+    "cudnn": ((0.73, 0.58, 0.87), (1.77, 1.87, 2.69)),
+    "efficient": ((1.56, 1.92, 3.10), (5.01, 6.04, 9.70)),
+}
+_BY_HEADS = {  # at 2,048 tokens, relative to heads of 128
+    "flash": ((0.78, 1.0, 0.97), (0.82, 1.0, 0.88)),
+    "cudnn": ((1.05, 1.0, 0.86), (1.81, 1.0, 1.24)),
+    "efficient": ((0.96, 1.0, 0.89), (0.94, 1.0, 3.37)),
+}
+
+
+def _beside_version_3(kernel: str, backward: bool, keys: Floats, dim: Floats) -> Floats:
+    """Seconds of torch's kernel over those of flash attention 3's forward."""
+    by_length, by_heads = np.log(_BY_LENGTH[kernel][backward]), np.log(_BY_HEADS[kernel][backward])
+    return np.exp(np.interp(np.log(keys), _LENGTHS, by_length) + np.interp(np.log(dim), _HEADS, by_heads))
+
+
 FLOPS_FRAC = (
     0.5  # of the roofline that the corrections are relative to; any number gives the same seconds where measured
 )
@@ -198,8 +211,10 @@ class AttentionTable:
         queries, keys, dim = (np.maximum(np.asarray(x, float), 1.0) for x in (queries, keys, dim))
         group = np.maximum(heads / key_heads, 1.0)
         least = roofline(machine, batch, heads, key_heads, queries, keys, dim, share=0.5 if causal else 1.0)
-        kernels = _BESIDE_VERSION_3 if self.version > 2 else _TORCH
-        slower = kernels[of_torch][backward] if of_torch else 1.0
+        slower: Floats | float = 1.0
+        if of_torch:
+            newer = self.version > 2
+            slower = _beside_version_3(of_torch, backward, keys, dim) if newer else _TORCH[of_torch][backward]
         many = slower * (self.shortest_s + least) * np.exp(self.prefill.at(keys, batch * heads, group, dim))
         one = (self.shortest_s + least) * np.exp(self.decode.at(keys, batch * key_heads, group, dim))
         return np.where(queries == 1.0, one, many)
