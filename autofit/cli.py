@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autofit.commands.arguments import parser
-from autofit.commands.common import INTERRUPTED, WRONG_USAGE, lose_no_interrupt, say, stranger_in
+from autofit.commands.common import INTERRUPTED, WRONG_USAGE, lose_no_interrupt, say, stranger_in, was_interrupted
 from autofit.commands.doctor import doctor, init
 from autofit.commands.help import completion
 from autofit.commands.predict import advise, check, estimate, explain, fit_check
@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutofitError as error:
         say(f"autofit: {one_line(without_secrets(error.told(str)))}")
         return WRONG_USAGE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ImportError) as error:
+        if isinstance(error, ImportError) and not was_interrupted():
+            raise
         say("autofit: interrupted; run the same command again to go on")
         return INTERRUPTED
     except BrokenPipeError:

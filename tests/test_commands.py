@@ -13,7 +13,7 @@ import pytest
 from autofit import cli, start
 from autofit.cli import _COMMANDS
 from autofit.commands.arguments import parser
-from autofit.commands.common import say, terminate_like_interrupt
+from autofit.commands.common import say, show_fact, terminate_like_interrupt
 from autofit.tuning.study import open_storage
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
@@ -108,6 +108,33 @@ sys.exit(cli.main(["sync"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "autofit: interrupted; run the same command again to go on\n")
+
+
+@pytest.mark.parametrize(("came", "ends"), [(True, 130), (False, 1)])
+def test_an_import_that_makes_another_error_of_a_ctrl_c_ends_as_by_it(came: bool, ends: int) -> None:
+    """The initialisation of matplotlib's C++ module does: `ImportError: initialization failed`."""
+    program = f"""
+import contextlib, signal, sys
+from autofit import cli
+
+def sync(options):
+    with contextlib.suppress(KeyboardInterrupt):
+        if {came}:
+            signal.raise_signal(signal.SIGINT)
+    raise ImportError("initialization failed")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli._COMMANDS["sync"] = sync
+sys.exit(cli.main(["sync"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ends
+    assert ("Traceback" in done.stderr) is not came
+
+
+def test_a_fact_shows_no_character_that_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    show_fact("tool", "verl, \x00\x1b[2J with fsdp\n\tsecond line")
+    assert capsys.readouterr().out == "            tool: verl, \\x00\\x1b[2J with fsdp\n\tsecond line\n"
 
 
 @pytest.mark.slow

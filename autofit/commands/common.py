@@ -50,7 +50,7 @@ def show_line(text: str) -> None:
 
 def show_fact(name: str, text: str) -> None:
     """Print `name: text`, the names of several such lines one under another."""
-    label = f"{name:>16}: "
+    label, text = f"{name:>16}: ", "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
     print(on_terminal(label + text, is_terminal=sys.stdout.isatty(), label=len(label)))
 
 
@@ -211,18 +211,35 @@ def executor_option(options: argparse.Namespace) -> "Executor":
 def terminate_like_interrupt() -> None:
     """SIGTERM, and the signals with which Slurm warns, end a command the way Ctrl-C does."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, interrupt)
+        signal.signal(number, _interrupt)
     lose_no_interrupt()
+
+
+_came = threading.Event()  # an interrupt
+
+
+def _interrupt(*_: object) -> None:
+    _came.set()
+    raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """Whether an interrupt came since the command began; the import of a C library may raise another error for it."""
+    return _came.is_set()
 
 
 def lose_no_interrupt() -> None:
     """Python drops an exception in a destructor or a callback of a weak reference: Ctrl-C there is sent once more."""
+    _came.clear()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_main():
+        signal.signal(signal.SIGINT, _interrupt)
     if not isinstance(sys.unraisablehook, _Again):
         sys.unraisablehook = _Again(sys.unraisablehook)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,6 +409,7 @@ def _keep_command(connection: socket.socket, message: Mapping[str, Any], descrip
             break
         for number in numbers:
             (os.killpg if number in _OF_GROUP else os.kill)(pid, number)
+    os.close(handle)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     _reply(connection, {"signal": -code} if code < 0 else {"code": code})
 

@@ -143,8 +143,8 @@ def _is_whole(database: Path) -> bool:
 
 
 def _is_read(path: Path) -> bool:
-    if path.suffix not in (".json", ".yaml") or not path.is_file():
-        return True
+    if path.suffix not in (".json", ".yaml") or not path.is_file() or path.parent.name == "matplotlib":
+        return True  # matplotlib makes its list of fonts anew
     try:
         return bool((json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text()) is not None)
     except (ValueError, yaml.YAMLError):
