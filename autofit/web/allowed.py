@@ -19,6 +19,7 @@ from autofit.recipe.launch import LAUNCH
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
 _MODULES = re.compile(r"[A-Za-z0-9_.*|()^$\\-]{1,200}")  # names of modules, or a pattern of them
+_NAMES = re.compile(r"[A-Za-z0-9_.,+ -]{0,200}")
 _SWITCHES = re.compile(r"[a-z_]{3,30}:[A-Za-z0-9_.]{1,20}(,[a-z_]{3,30}:[A-Za-z0-9_.]{1,20}){0,7}")
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
@@ -90,6 +91,21 @@ def allowed(
     if _listed("data") & values.keys():
         notes.append("the dataset is not read: a sample of the length that is asked for stands for it")
     return Allowed(values=found, notes=tuple(notes))
+
+
+def allowed_launch(launch: Mapping[str, object]) -> dict[str, object]:
+    """The accelerate config that another tool's file says, of numbers and words. Raises ConfigError for a path."""
+    return {key: _of_launch(key, value) for key, value in _items("launch", launch).items()}
+
+
+def _of_launch(key: str, value: object, levels: int = 4) -> object:
+    if isinstance(value, Mapping) and levels:
+        return {name: _of_launch(f"{key}.{name}", one, levels - 1) for name, one in _items(key, value).items()}
+    if isinstance(value, list):
+        return [_of_launch(key, one, 0) for one in value[:_MOST_LIST]]
+    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and _NAMES.fullmatch(value)):
+        return value
+    raise ConfigError(f"{key} must be a number, true, false or names here; got {quoted(value)}")
 
 
 @cache

@@ -27,20 +27,22 @@ from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.foreign import Explanation
+from autofit.frontends.reading import explain
+from autofit.frontends.sharing import UnreadFileError
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
-from autofit.recipe.catalogue import by_name_only
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.profile import SeveralTrainersError, profile, profiles
+from autofit.recipe.reach import only_below
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
-from autofit.web.allowed import Allowed, allowed
-from autofit.web.pasted import read, write_config
+from autofit.web.allowed import Allowed, allowed, allowed_launch
+from autofit.web.pasted import write_config, write_training
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
@@ -174,6 +176,12 @@ def explained_told(found: Explanation) -> Told:
 TOLD = "told.jsonl"  # file with the lines
 _TRAINERS = tuple(p.name for p in profiles().values() if p.page)  # whose settings the list of allowed ones has
 _TOKENS = 512  # of a prompt, where the question does not say
+# Places of an answer's own files in what is told, and the words for them: no place of this machine is told.
+_PLACES = (
+    *((f"{what} {{}}/training{suffix}", what) for what in ("the recipe", "the script") for suffix in (".sh", ".yaml")),
+    *((f"{{}}/training{suffix}, read as", "read as") for suffix in (".sh", ".yaml")),
+    *((f"{{}}/training{suffix}", "the file") for suffix in (".sh", ".yaml")), ("{}", ""),
+)  # fmt: skip
 Tell = Callable[[Mapping[str, object]], None]
 
 
@@ -186,15 +194,15 @@ def run(request_path: str) -> int:
 
         def tell(said: Mapping[str, object]) -> None:
             text = json.dumps(said, default=str)
-            for name in ("recipe", "pasted.yaml", "pasted.sh"):
-                text = text.replace(f"{path.parent}/{name}", "the file")
-            text = text.replace(str(path.parent), "")  # no place of this machine is told
+            for words, here in _PLACES:
+                text = text.replace(words.format(path.parent), here)
             file.write(text + "\n")
             file.flush()
 
         try:
             question = Question(**request["question"])
-            _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
+            with only_below(path.parent):
+                _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
         except AutofitError as error:
             tell({"is": "error", "text": one_line(str(error), 600)})
         except MemoryError:
@@ -203,24 +211,19 @@ def run(request_path: str) -> int:
 
 
 def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
-    with by_name_only():
-        pasted = read(question.text, folder)
-        for note in pasted.notes:
-            tell({"is": "note", "text": note})
-        try:
-            source = source_of(pasted.script or pasted.values)  # another tool's file as the commands take it
-        except ConfigError as error:
-            if pasted.explained is None:
-                raise
-            tell({"is": "note", "text": one_line(str(error), 600)})
-            tell(explained_told(pasted.explained))
-            return
-    if pasted.explained is not None and source.trainer not in _TRAINERS:
-        tell(explained_told(pasted.explained))
+    path = write_training(question.text, folder)
+    try:
+        source = source_of(path)  # as the commands read it
+    except ConfigError as error:
+        found = None if isinstance(error, UnreadFileError) else _explained(path)
+        if found is None:
+            raise
+        tell({"is": "note", "text": one_line(str(error), 600)})
+        tell(explained_told(found))
         return
     given = merge(source.values, question.changes)
     try:
-        trainer = trainer_for(given, _named(question.trainer or source.trainer or pasted.trainer))
+        trainer = trainer_for(given, _named(question.trainer or source.trainer))
     except SeveralTrainersError as error:
         tell({"is": "choose", "text": f"{error.what}: which one is it?", "trainers": list(error.trainers)})
         return
@@ -228,12 +231,12 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
     for note in made.notes:
         tell({"is": "note", "text": note})
     tokens = question.tokens or source.prompt_tokens or _tokens(trainer, made.values)
+    recipe = replace(source, values=made.values, launch=allowed_launch(source.launch))
     asked = Asked(
-        recipe=replace(source, values=made.values), gpu=question.card, target_vram=None, trainer=trainer, changes=None,
-        prompt_tokens=tokens, deadline=seconds["verdict"],
+        recipe=recipe, gpu=question.card, target_vram=None, trainer=trainer, changes=None, prompt_tokens=tokens,
+        deadline=seconds["verdict"],
         launch=LaunchOptions(
-            accelerate_config=question.sharing or pasted.sharing or None, num_processes=pasted.ranks,
-            gpus=question.count if question.kind == "check" else None,
+            accelerate_config=question.sharing or None, gpus=question.count if question.kind == "check" else None
         ),
     )  # fmt: skip
 
@@ -246,6 +249,14 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
             _cards(estimating, question.count or estimating.recipe.launch.cards, tell)
         else:
             _check(estimating, given, question.changes, seconds["advice"], tell)
+
+
+def _explained(path: Path) -> Explanation | None:
+    """What a file says that is not simulated; None where that is not known either."""
+    try:
+        return explain(path)
+    except ConfigError:
+        return None
 
 
 def _named(trainer: str | None) -> str | None:
