@@ -635,6 +635,19 @@ def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_beh
 
 
 @pytest.mark.slow
+def test_a_pasted_model_is_simulated_once(simulator: Simulator) -> None:
+    kept = simulator.home / "cache" / "probes"
+    question = small(changes={"use_peft": True, "lora_r": 7})
+    before = set(kept.glob("*.json"))
+    first = without_advice(simulator, question)
+    made = set(kept.glob("*.json")) - before
+    assert len(made) == 1
+    assert without_advice(simulator, question) == first
+    assert set(kept.glob("*.json")) - before == made
+    assert all(b"answer-" not in path.read_bytes() for path in made)  # no folder of the answer that it was made for
+
+
+@pytest.mark.slow
 def test_prompts_are_as_long_as_an_older_trl_cut_them_where_nobody_says_how_long(simulator: Simulator) -> None:
     text = """model_name_or_path: Qwen/Qwen2.5-0.5B
 torch_dtype: bfloat16

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import yaml
 
@@ -109,10 +110,14 @@ def _of_launch(key: str, value: object, levels: int = 4) -> object:
 
 
 @cache
+def _settings() -> Mapping[str, Any]:
+    return yaml.safe_load((resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8"))
+
+
+@cache
 def _listed(kind: str) -> frozenset[str]:
     """The settings of a kind or of a trainer, as settings.yaml lists them."""
-    text = (resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8")
-    found = yaml.safe_load(text).get(kind, [])
+    found = _settings().get(kind, [])
     return frozenset(found if isinstance(found, list) else (name for names in found.values() for name in names))
 
 
