@@ -508,10 +508,13 @@ def told_without_simulation(text: str, folder: Path, **more: object) -> list[Lin
     [
         ("a: 1\n  b: 2", "the recipe: not valid YAML: mapping values are not allowed here (line 2, column 4)"),
         ("python train.py", "no training is started in the file: it must call"),
-        (f"{LLAMA}deepspeed: my.json", "read as a file of LLaMA-Factory: 'my.json' is a file, and no file"),
+        (f"{LLAMA}deepspeed: my.json", "read as a file of LLaMA-Factory: 'my.json' is a file, and no file that is "
+         "named is read here: leave it out, and choose under More how the cards share the model"),
+        (f"model_name_or_path: {MODEL}\nmax_length: 64\npacking: false\nper_device_train_batch_size: 2000",
+         "per_device_train_batch_size must be at most 1,024 here"),
     ],
-)
-def test_an_error_names_no_place_of_this_machine(
+)  # fmt: skip
+def test_an_error_names_no_place_of_this_machine_and_the_pages_own_fields(
     text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)  # an answer sets it in its process, which is this one
@@ -525,9 +528,10 @@ def test_a_file_that_is_not_simulated_is_explained_by_its_own_arithmetic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)
-    note, explained = told_without_simulation(f"{LLAMA}use_unsloth: true\n", tmp_path)
-    assert "read as a file of LLaMA-Factory: " in str(note["text"])
+    (explained,) = told_without_simulation(f"{LLAMA}use_unsloth: true\n", tmp_path)
     assert (explained["is"], explained["tool"]) == ("explained", "LLaMA-Factory")
+    assert str(explained["why"]).startswith("use_unsloth: Unsloth's kernels")
+    assert "not simulated" not in dict(explained["facts"])  # type: ignore[call-overload]
     assert any("x gradient_accumulation_steps" in text for _, text in explained["facts"])  # type: ignore[attr-defined]
 
 
@@ -772,6 +776,63 @@ def test_the_page_works_in_a_real_browser(
         other.goto(link)
         expect(other.get_by_role("button", name="Undo per_device_train_batch_size")).to_be_visible(timeout=_WAIT_MS)
         assert not problems
+        browser.close()
+
+
+NO_FIT = {
+    "is": "verdict", "verdict": "does not fit", "why": "update of the longest sample (512 tokens), 0.4 GB over",
+    "card": "rtx4090", "card_name": "NVIDIA GeForce RTX 4090", "count": 1, "model": MODEL, "trainer": "sft",
+    "used_bytes": 25_000_000_000, "shown_bytes": 25_000_000_000, "shown_as": "used", "capacity_bytes": 25_250_000_000,
+    "most_bytes": None, "least_bytes": 25_700_000_000, "step_s": None, "step_s_90": None, "rollout_s": None,
+    "batch": "An optimizer step trains on 4 samples: 4 at a time x 1 accumulation step x 1 card.",
+    "facts": [["model", MODEL], ["weights", "a_long_name_of_a_file_without_a_place_to_break_it" * 3]],
+    "phases": [{"name": "update", "bytes": 24e9, "cached_bytes": 1, "categories": {"weights": 20e9}}],
+    "context_bytes": 600_000_000, "warnings": [], "yaml": "a: 1",
+}  # fmt: skip
+CARD = {
+    "is": "card", "card": "rtx4090", "name": "NVIDIA GeForce RTX 4090", "count": 1, "verdict": "fits", "tier": "",
+    "used_bytes": 17_100_000_000, "capacity_bytes": 25_300_000_000, "step_s": 7.41, "over": False, "samples_per_s": 1.0,
+    "usd_per_hour": 0.74, "usd_per_1000_steps": 1.52, "words": "", "reason": "", "price": "a list", "unit": "samples",
+}  # fmt: skip
+EXPLAINED = {
+    "is": "explained", "tool": "verl", "why": "Megatron is not simulated", "wrong": [], "unread": [],
+    "facts": [["effective batch", "per_device_train_batch_size 2 x gradient_accumulation_steps 2"]],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
+def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
+    from playwright.sync_api import sync_playwright
+
+    with served() as (server, _), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=_FLAGS)
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+
+        def shown(line: Mapping[str, object]) -> str:
+            page.evaluate("(line) => hear(line)", line)
+            page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, line["is"]
+            table = page.locator(".wide:has(caption)")
+            assert table.count() == 0 or table.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+            return page.inner_text("#result")
+
+        told = shown(NO_FIT)
+        assert "It runs out of memory: update of the longest sample (512 tokens), 0.4 GB over." in told
+        assert "25.7 GB\nneeded, of 25.3 GB" in told
+        assert "the next tensor found no free piece that is large enough." in told
+        assert "1 more, below 0.1 GB" not in told
+        told = shown(EXPLAINED)
+        assert "It cannot be simulated: Megatron is not simulated." in told
+        told = shown(CARD)
+        assert "$1.52" in told
+        for text, said in (
+            ("train.py is read", "train.py is read."), ("ms-swift makes logits", "ms-swift makes logits."),
+            ("kernel times", "Kernel times."), ("a_key is left out", "a_key is left out."), ("2 ranks", "2 ranks."),
+            ("verl's config", "verl's config."), ("left out: a", "Left out: a."), ("examples/a is", "examples/a is."),
+        ):  # fmt: skip
+            assert page.evaluate("(text) => sentence(text)", text) == said
         browser.close()
 
 

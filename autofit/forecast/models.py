@@ -141,11 +141,5 @@ def _key(request: Request, worst_case: Path) -> str:
     unread = (*_UNREAD, *variables(keys))
     values = by_content({k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread})
     rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
-    parts = [
-        by_content(values),
-        rest,
-        code_hash(),
-        read_json(worst_case),
-        calibration.fingerprint(str(request["device"])),
-    ]
+    parts = [values, rest, code_hash(), read_json(worst_case), calibration.fingerprint(str(request["device"]))]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -21,7 +21,7 @@ from autofit.frontends import (
     yaml_script,
 )
 from autofit.frontends.command import script_text
-from autofit.frontends.foreign import Explanation, Foreign, Line, lines
+from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, Line, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
@@ -161,7 +161,7 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
     try:
         foreign = made()
     except ConfigError as error:
-        return replace(found, lines=(*found.lines, Line("not simulated", str(error).partition(": ")[2] or str(error))))
+        return replace(found, lines=(*found.lines, Line(NOT_SIMULATED, str(error).partition(": ")[2] or str(error))))
     return found if foreign is None else replace(found, lines=(*found.lines, *lines(foreign)), notes=foreign.notes)
 
 

@@ -110,8 +110,9 @@ def _of_launch(key: str, value: object, levels: int = 4) -> object:
 
 
 @cache
-def _settings() -> Mapping[str, Any]:
-    return yaml.safe_load((resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8"))
+def _settings() -> dict[str, Any]:
+    text = (resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
 
 
 @cache
@@ -152,7 +153,7 @@ def _model(value: object, key: str = "model_name_or_path") -> str:
     hint = f"; it has {', '.join(near[:4])}" if near and text.rpartition("/")[2] else ""
     raise ConfigError(
         f"{key} must be one of the {len(names())} models of the list, as no other is loaded here; got "
-        f"{quoted(value)}{hint}; for another model paste its config.json"
+        f"{quoted(value)}{hint}; for another model paste its config.json under More"
     )
 
 

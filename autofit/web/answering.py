@@ -26,9 +26,9 @@ from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
-from autofit.frontends.foreign import Explanation
+from autofit.frontends.foreign import NOT_SIMULATED, Explanation
 from autofit.frontends.reading import explain
-from autofit.frontends.sharing import UnreadFileError
+from autofit.frontends.sharing import OTHERWISE, UnreadFileError
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
@@ -42,7 +42,7 @@ from autofit.recipe.recipe import Recipe, merge
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
 from autofit.web.allowed import Allowed, allowed, allowed_launch
-from autofit.web.pasted import write_config, write_training
+from autofit.web.pasted import SUFFIXES, write_config, write_training
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
@@ -167,20 +167,28 @@ def card_told(offer: Offer, spec: GpuSpec, price: Price | None, recipe: Recipe) 
     }  # fmt: skip
 
 
-def explained_told(found: Explanation) -> Told:
-    """What another tool's file says, where it cannot be simulated."""
-    return {"is": "explained", "tool": found.tool, "facts": [[line.name, line.text] for line in found.lines],
-            "wrong": list(found.wrong), "unread": list(found.unread)}  # fmt: skip
+def explained_told(found: Explanation, why: str) -> Told:
+    """What another tool's file says, and why it cannot be simulated."""
+    facts = [[line.name, line.text] for line in found.lines if line.name != NOT_SIMULATED]
+    return {"is": "explained", "tool": found.tool, "why": why, "facts": facts, "wrong": list(found.wrong),
+            "unread": list(found.unread)}  # fmt: skip
 
 
 TOLD = "told.jsonl"  # file with the lines
 _TRAINERS = tuple(p.name for p in profiles().values() if p.page)  # whose settings the list of allowed ones has
 _TOKENS = 512  # of a prompt, where the question does not say
-# Places of an answer's own files in what is told, and the words for them: no place of this machine is told.
-_PLACES = (
-    *((f"{what} {{}}/training{suffix}", what) for what in ("the recipe", "the script") for suffix in (".sh", ".yaml")),
-    *((f"{{}}/training{suffix}, read as", "read as") for suffix in (".sh", ".yaml")),
-    *((f"{{}}/training{suffix}", "the file") for suffix in (".sh", ".yaml")), ("{}", ""),
+# {option of the commands: the page's field}
+_FIELDS = {"prompt-tokens": "Tokens of the longest sample (under More)", "gpus": "Number of cards (under More)",
+           "num_processes": "Number of cards (under More)", "gpu": "Card",
+           "accelerate_config": "Shared by (under More)"}  # fmt: skip
+# What is told, and the page's words for it. No place of this machine is told.
+_TOLD = (
+    *((f"{what} {{0}}/training{suffix}", what) for what in ("the recipe", "the script") for suffix in SUFFIXES),
+    *((f"{{0}}/training{suffix}, read as", "read as") for suffix in SUFFIXES),
+    *((f"{{0}}/training{suffix}", "the file") for suffix in SUFFIXES), ("{0}", ""),
+    (OTHERWISE, "leave it out, and choose under More how the cards share the model"),
+    ("--prompt-tokens N says others", "More has a field for others"),
+    ("or choose sharding: fsdp2", "or choose FSDP2 under More"),
 )  # fmt: skip
 Tell = Callable[[Mapping[str, object]], None]
 
@@ -194,7 +202,7 @@ def run(request_path: str) -> int:
 
         def tell(said: Mapping[str, object]) -> None:
             text = json.dumps(said, default=str)
-            for words, here in _PLACES:
+            for words, here in _TOLD:
                 text = text.replace(words.format(path.parent), here)
             file.write(text + "\n")
             file.flush()
@@ -204,10 +212,15 @@ def run(request_path: str) -> int:
             with only_below(path.parent):
                 _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
         except AutofitError as error:
-            tell({"is": "error", "text": one_line(str(error), 600)})
+            tell({"is": "error", "text": _words(error)})
         except MemoryError:
             tell({"is": "error", "text": "the simulation needed more memory than one answer may have here"})
     return 0
+
+
+def _words(error: AutofitError) -> str:
+    """What an error says, with the page's fields for options of the commands."""
+    return one_line(error.told(lambda found: _FIELDS.get(found.name, str(found))), 600)
 
 
 def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
@@ -218,8 +231,8 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
         found = None if isinstance(error, UnreadFileError) else _explained(path)
         if found is None:
             raise
-        tell({"is": "note", "text": one_line(str(error), 600)})
-        tell(explained_told(found))
+        said = _words(error)
+        tell(explained_told(found, said.partition(f"read as a file of {found.tool}: ")[2] or said))
         return
     given = merge(source.values, question.changes)
     try:

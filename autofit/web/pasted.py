@@ -6,6 +6,7 @@ from pathlib import Path
 from autofit.errors import ConfigError, printable
 from autofit.frontends.reading import is_script
 
+SUFFIXES = (".sh", ".yaml")  # of the file of a training
 # Keys that name code, files or other models.
 _DROPPED = ("auto_map", "_name_or_path", "_commit_hash", "custom_pipelines", "quantization_config", "name_or_path")
 
@@ -16,7 +17,7 @@ def write_training(text: str, folder: Path) -> Path:
         raise ConfigError("paste a recipe (YAML) or the command of a training first, or choose a model")
     if _is_config(text):
         raise ConfigError("this is the config.json of a model: paste it under More, and here a recipe of the training")
-    path = folder / ("training.sh" if is_script(text) else "training.yaml")
+    path = folder / f"training{SUFFIXES[0 if is_script(text) else 1]}"
     path.write_text(text, encoding="utf-8", errors="replace")
     return path
 
