@@ -724,6 +724,19 @@ def test_a_command_of_verl_is_simulated_and_its_changes_are_overrides_of_its_own
 
 
 @pytest.mark.slow
+def test_a_sharing_that_is_chosen_keeps_the_ranks_of_the_recipe_and_its_batch(simulator: Simulator) -> None:
+    """The config of that name which TRL ships has eight."""
+    script = f"NPROC_PER_NODE=2 {SWIFTS} --gradient_accumulation_steps 2 --deepspeed zero2"
+    for question in (small(count=2, sharing="fsdp2"), small(text=script, sharing="fsdp2")):
+        told = without_advice(simulator, question)
+        verdict = next(line for line in told if line["is"] == "verdict")
+        assert verdict["count"] == 2
+        assert "trains on 4 samples" in str(verdict["batch"])
+    *_, last = without_advice(simulator, small(sharing="fsdp2"))
+    assert "choose the number of cards under More too" in str(last["text"])
+
+
+@pytest.mark.slow
 def test_cards_are_compared_with_their_prices(simulator: Simulator) -> None:
     told = [line for line in simulator.answer(small(kind="cards")) if line is not None and line["is"] == "card"]
     assert [line["card"] for line in told] == ["b200", "h200", "a100-80gb", "h100", "l40s", "a100-40gb", "rtx4090"]

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import yaml
 
@@ -39,6 +40,7 @@ from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.profile import SeveralTrainersError, profile, profiles
 from autofit.recipe.reach import only_below
 from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.source import Source
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
 from autofit.web.allowed import Allowed, allowed, allowed_launch
@@ -248,9 +250,7 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
     asked = Asked(
         recipe=recipe, gpu=question.card, target_vram=None, trainer=trainer, changes=None, prompt_tokens=tokens,
         deadline=seconds["verdict"],
-        launch=LaunchOptions(
-            accelerate_config=question.sharing or None, gpus=question.count if question.kind == "check" else None
-        ),
+        launch=_launch(question, recipe),
     )  # fmt: skip
 
     def hear(event: Event) -> None:
@@ -262,6 +262,19 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
             _cards(estimating, question.count or estimating.recipe.launch.cards, tell)
         else:
             _check(estimating, given, question.changes, seconds["advice"], tell)
+
+
+def _launch(question: Question, recipe: Source) -> LaunchOptions:
+    """What the page says of the launch. A chosen sharing keeps the recipe's ranks: its config has 8 of its own."""
+    gpus = question.count if question.kind == "check" else None
+    if not question.sharing:
+        return LaunchOptions(gpus=gpus)
+    ranks = recipe.values.get("num_processes", recipe.launch.get("num_processes", 1))
+    if ranks == 1 and question.count is None:
+        raise ConfigError(
+            "choose the number of cards under More too: the recipe is written for one, with none to share"
+        )
+    return LaunchOptions(accelerate_config=question.sharing, num_processes=cast(int, ranks), gpus=gpus)
 
 
 def _explained(path: Path) -> Explanation | None:
