@@ -306,6 +306,9 @@ def kept(yaml: str) -> dict[str, object]:
      ("model_init_kwargs: {trust_remote_code: true, dtype: bfloat16}", {"model_init_kwargs": {"dtype": "bfloat16"}}),
      ("made_up: /etc/passwd", {"made_up": None}), ("lora_rank: 8", {"lora_rank": None}),
      ("model_name_or_path: qwen/qwen3-8b", {"model_name_or_path": MODEL}),
+     ("lora_target_modules: 'layers.[\\d]+.(mlp|self_attn).(up|q)_proj'",
+      {"lora_target_modules": r"layers.[\d]+.(mlp|self_attn).(up|q)_proj"}),
+     ("qat: {weight_dtype: int4, group_size: 32}", {"qat": {"weight_dtype": "int4", "group_size": 32}}),
      ("lora_target_modules: [q_proj, v_proj]", {"lora_target_modules": ["q_proj", "v_proj"]}),
      ("per_device_train_batch_size: 8", {"per_device_train_batch_size": 8})],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from autofit.recipe.keys import OTHER_MODELS
 from autofit.recipe.launch import LAUNCH
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
-_MODULES = re.compile(r"[A-Za-z0-9_.*|()^$\\-]{1,200}")  # names of modules, or a pattern of them
+_MODULES = re.compile(r"[A-Za-z0-9_.*+?|()\[\]^$\\-]{1,200}")  # names of modules, or a pattern of them
 _NAMES = re.compile(r"[A-Za-z0-9_.,+ -]{0,200}")
 _SWITCHES = re.compile(r"[a-z_]{3,30}:[A-Za-z0-9_.]{1,20}(,[a-z_]{3,30}:[A-Za-z0-9_.]{1,20}){0,7}")
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
