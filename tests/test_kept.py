@@ -40,6 +40,18 @@ def test_the_second_of_two_equal_simulated_probes_is_answered_without_a_job(tmp_
     assert not (again.folder / "job.json").exists()
 
 
+def test_a_models_folder_counts_by_what_it_says_and_not_by_its_place(tmp_path: Path) -> None:
+    for name, width in (("one", 64), ("copy", 64), ("other", 128)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"hidden_size": {width}}}')
+        (tmp_path / name / "model.safetensors").write_text(name)
+    asked = {name: {"model_name_or_path": str(tmp_path / name)} for name in ("one", "copy", "other", "gone")}
+    keep_answer(request_in(tmp_path / "probe", asked["one"]), FIT.to_json())
+    assert kept_answer(request_in(tmp_path / "again", asked["copy"])) is not None
+    for name in ("other", "gone"):
+        assert kept_answer(request_in(tmp_path / f"of_{name}", asked[name])) is None
+
+
 def test_only_measurements_with_the_same_inputs_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_in(tmp_path / "one")
     keep_answer(request, ProbeResult(status=ProbeStatus.FAILED, device="sim:l4").to_json())

@@ -22,11 +22,13 @@ from autofit.commands.arguments import parser
 from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
 from autofit.files import TornFile
+from autofit.recipe.reach import only_below
+from autofit.recipe.source import Source
 from autofit.recipe.yaml_file import parse_yaml
-from autofit.web.allowed import allowed
+from autofit.web.allowed import allowed, allowed_launch
 from autofit.web.answering import TOLD, batch_words, run
 from autofit.web.files import FILES, examples
-from autofit.web.pasted import read, without_files, write_config
+from autofit.web.pasted import write_config, write_training
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
 from autofit.web.server import Access, ArrivalQueue, Connections, Full, PageServer
 from autofit.web.simulator import Line, Simulator
@@ -304,6 +306,9 @@ def kept(yaml: str) -> dict[str, object]:
      ("model_init_kwargs: {trust_remote_code: true, dtype: bfloat16}", {"model_init_kwargs": {"dtype": "bfloat16"}}),
      ("made_up: /etc/passwd", {"made_up": None}), ("lora_rank: 8", {"lora_rank": None}),
      ("model_name_or_path: qwen/qwen3-8b", {"model_name_or_path": MODEL}),
+     ("lora_target_modules: 'layers.[\\d]+.(mlp|self_attn).(up|q)_proj'",
+      {"lora_target_modules": r"layers.[\d]+.(mlp|self_attn).(up|q)_proj"}),
+     ("qat: {weight_dtype: int4, group_size: 32}", {"qat": {"weight_dtype": "int4", "group_size": 32}}),
      ("lora_target_modules: [q_proj, v_proj]", {"lora_target_modules": ["q_proj", "v_proj"]}),
      ("per_device_train_batch_size: 8", {"per_device_train_batch_size": 8})],
 )  # fmt: skip
@@ -342,32 +347,97 @@ def test_the_batch_is_said_in_a_sentence_of_one_prompt_or_of_several() -> None:
     assert batch_words(two).endswith("which are 2 prompts with 4 completions each.")
 
 
-def test_a_command_is_a_recipe_too(tmp_path: Path) -> None:
-    text = (
-        "CUDA_VISIBLE_DEVICES=0 trl grpo \\\n --model_name_or_path Qwen/Qwen3-8B --use-peft --lora_r=8 --beta 0.04 \\\n"
-    )
-    found = read(f"{text} --config run.yaml --num_processes 2 --accelerate_config fsdp2 --gradient_checkpointing True",
-                 tmp_path)  # fmt: skip
-    assert found.values == {"model_name_or_path": MODEL, "use_peft": True, "lora_r": 8, "beta": 0.04,
-                            "gradient_checkpointing": True}  # fmt: skip
-    assert (found.trainer, found.ranks, found.sharing) == ("grpo", 2, "fsdp2")
-    assert "run.yaml" in found.notes[0]
-    launched = read("accelerate launch --num_processes 4 trl dpo --model_name_or_path Qwen/Qwen3-8B", tmp_path)
-    assert (launched.trainer, launched.ranks, launched.values) == ("dpo", 4, {"model_name_or_path": MODEL})
-    for wrong in ("trl grpo", "trl grpo --a 'b", "", "   "):
-        with pytest.raises(ConfigError):
-            read(wrong, tmp_path)
+def pasted(text: str, folder: Path) -> Source:
+    """What a pasted text means, read as an answer reads it."""
+    with only_below(folder):
+        return source_of(write_training(text, folder))
 
 
-def test_another_tools_file_is_explained_by_its_own_arithmetic(tmp_path: Path) -> None:
-    yaml = "stage: sft\nfinetuning_type: lora\ncutoff_len: 2048\nper_device_train_batch_size: 2\n"
-    found = read(yaml, tmp_path).explained
-    assert found is not None
-    assert found.tool == "LLaMA-Factory"
-    script = "python -m verl.trainer.main_ppo data.train_batch_size=1024 actor_rollout_ref.rollout.n=5\n"
-    found = read(script, tmp_path).explained
-    assert found is not None
-    assert found.tool == "verl"
+LLAMA = """stage: sft
+finetuning_type: lora
+cutoff_len: 64
+model_name_or_path: Qwen/Qwen3-4B
+do_train: true
+dataset: a
+"""
+LLAMAS = "--stage sft --do_train --model_name_or_path Qwen/Qwen3-4B --dataset a --finetuning_type lora --cutoff_len 64"
+SWIFTS = "swift sft --model Qwen/Qwen3-4B --torch_dtype bfloat16 --max_length 64 --system 'You are: kind'"
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "ranks"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 trl grpo \\\n --model_name_or_path Qwen/Qwen3-4B --use-peft --lora_r=8", "grpo", 1),
+        ("accelerate launch --num_processes 4 trl/scripts/dpo.py --model_name_or_path Qwen/Qwen3-4B", "dpo", 4),
+        (f"export CUDA_VISIBLE_DEVICES=0,1\ntorchrun --nproc_per_node 2 src/train.py {LLAMAS}\n", "hf", 2),
+        (LLAMA, "hf", None),
+        (f"#!/bin/bash\n# starts it\nNPROC_PER_NODE=2 {SWIFTS}\n", "hf", 2),
+        (f"%%bash\n{SWIFTS}", "hf", None),
+        (f"!{SWIFTS}", "hf", None),
+        (f"$ {SWIFTS}", "hf", None),
+        ("torchrun --nproc_per_node 2 t.py --model_name_or_path Qwen/Qwen3-4B --bf16 True --block_size 64", "hf", 2),
+        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-4B actor_rollout_ref.rollout.n=2 "
+         "algorithm.adv_estimator=grpo trainer.n_gpus_per_node=2 actor_rollout_ref.actor.use_dynamic_bsz=True "
+         "actor_rollout_ref.actor.ppo_mini_batch_size=256", "verl", 2),
+        ("%%writefile a.yaml\nbase_model: Qwen/Qwen3-4B\nmicro_batch_size: 2\nsequence_len: 64\nadapter: lora\n"
+         "lora_r: 8\nlora_target_linear: true\ngradient_accumulation_steps: 1\ndatasets: [{path: a, type: alpaca}]",
+         "hf", None),
+        ("# trl sft --config this.yaml\nmodel_name_or_path: Qwen/Qwen3-4B\nmax_length: 64\n", None, None),
+    ],
+)  # fmt: skip
+def test_what_the_commands_read_as_a_file_the_page_reads_too(
+    text: str, trainer: str | None, ranks: int | None, tmp_path: Path
+) -> None:
+    found = pasted(text, tmp_path)
+    model = found.values.get("model_name_or_path") or found.values["model_path"]
+    assert (found.trainer, found.launch.get("num_processes"), model) == (trainer, ranks, "Qwen/Qwen3-4B")
+    kept = allowed(found.values, known=(), trainer=trainer or "").values
+    assert kept.keys() == found.values.keys() - {"trust_remote_code"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trl grpo --config run.yaml", "'run.yaml' is a file, and no file that is named is read here: paste its lines"),
+        ("llamafactory-cli train secret.yaml", "'secret.yaml' is a file, .*: paste its lines"),
+        ("accelerate launch --config_file secret.yaml trl/scripts/sft.py --model_name_or_path a/b", "choose beside"),
+        (f"{SWIFTS} --deepspeed secret.json", "leave it out, and choose beside the file how the cards share"),
+        ("torchrun t.py --model_name_or_path a/b --deepspeed secret.json", "leave it out"),
+        (f"{LLAMA}deepspeed: secret.json", "leave it out"),
+        ("python train.py", "no training is started in"),
+        ("hello", "no training is started in"),
+        ("a: 1\n  b: 2", "not valid YAML"),
+        ('{"model_type": "qwen3", "hidden_size": 64}', "this is the config.json of a model"),
+        ("", "paste a recipe"),
+        ("   ", "paste a recipe"),
+    ],
+)
+def test_no_file_that_is_named_is_read_and_the_page_says_what_to_paste(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answer").mkdir()
+    monkeypatch.chdir(tmp_path)  # where the readers of the commands look first
+    for name in ("secret.yaml", "run.yaml"):
+        Path(name).write_text(LLAMA)
+    Path("secret.json").write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(ConfigError, match=says):
+        pasted(text, tmp_path / "answer")
+
+
+def test_an_accelerate_config_of_trls_examples_is_known_by_its_name(tmp_path: Path) -> None:
+    start = "accelerate launch --config_file examples/accelerate_configs/deepspeed_zero3.yaml --num_processes 4"
+    found = pasted(f"{start} trl/scripts/sft.py --model_name_or_path {MODEL}", tmp_path)
+    assert found.values["accelerate_config"] == "zero3"
+    assert any("deepspeed_zero3.yaml is not here: the zero3 that TRL ships" in note for note in found.notes)
+
+
+def test_what_another_tools_file_says_of_its_launch_names_no_file(tmp_path: Path) -> None:
+    inline = "deepspeed: {zero_optimization: {stage: 3, offload_param: {device: %s}}}"
+    found = pasted(LLAMA + inline % "cpu", tmp_path)
+    assert allowed_launch(found.launch) == found.launch
+    found = pasted(LLAMA + inline % "nvme, nvme_path: /etc", tmp_path)
+    with pytest.raises(ConfigError, match=r"offload_param.nvme_path must be .* names here; got '/etc'"):
+        allowed_launch(found.launch)
 
 
 VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/train.parquet \\
@@ -382,7 +452,7 @@ VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.tra
 def test_the_settings_of_a_command_of_verl_are_all_in_the_list_and_its_model_is_one_of_the_catalogue(
     tmp_path: Path,
 ) -> None:
-    values = dict(source_of(read(VERL.replace("a/b", MODEL), tmp_path).script).values)
+    values = dict(pasted(VERL.replace("a/b", MODEL), tmp_path).values)
     found = allowed(values, known=(), trainer="verl")
     assert found.notes == ()
     assert found.values == {key: value for key, value in values.items() if key != "trust_remote_code"}
@@ -399,13 +469,10 @@ def test_no_folder_that_a_command_of_verl_names_is_read(tmp_path: Path, monkeypa
     text = VERL.replace("a/b", str(tmp_path / "model"))
     with pytest.raises(TornFile):
         source_of(_script(tmp_path, text))
-    question = asdict(Question.from_json({"text": text, "card": "h100"}))
-    request = {"question": question, "seconds": {"verdict": 60.0, "advice": 0.0}, "socket": ""}
-    (tmp_path / "question.json").write_text(json.dumps(request))
-    run(str(tmp_path / "question.json"))
-    told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
-    assert told[-1]["is"] == "error"
-    assert "model_path must be one of the" in told[-1]["text"]
+    (tmp_path / "answer").mkdir()
+    *_, last = told_without_simulation(text, tmp_path / "answer")
+    assert last["is"] == "error"
+    assert "model_path must be one of the" in str(last["text"])
 
 
 def _script(folder: Path, text: str) -> Path:
@@ -414,42 +481,61 @@ def _script(folder: Path, text: str) -> Path:
     return path
 
 
-def test_no_file_that_another_tools_file_names_is_read(tmp_path: Path) -> None:
-    yaml = """stage: sft
-finetuning_type: lora
-cutoff_len: 64
-model_name_or_path: qwen/qwen3-8b
-deepspeed: secret
-output_dir: ../x
-ddp: {config: secret.json, size: 1}
-data: [/etc/passwd, a, {b: 1, c: /etc}, [/etc]]
-"""
-    kept, left = without_files(parse_yaml(yaml))  # type: ignore[arg-type]
-    assert kept == {"stage": "sft", "finetuning_type": "lora", "cutoff_len": 64, "model_name_or_path": "qwen/qwen3-8b",
-                    "ddp": {"size": 1}, "data": ["a", {"b": 1}]}  # fmt: skip
-    assert left == ["deepspeed", "output_dir", "ddp.config", "data"]
-    assert read(yaml, tmp_path).notes == (f"left out, as no file is read: {', '.join(left)}",)
-    assert "passwd" not in (tmp_path / "pasted.yaml").read_text()
-
-
 def test_a_deepspeed_file_that_the_tool_ships_is_known_by_its_name_though_no_file_is_read(tmp_path: Path) -> None:
-    lines = ("stage: sft", "finetuning_type: lora", "model_name_or_path: Qwen/Qwen3-4B", "do_train: true", "dataset: a")
-    text = "\n".join((*lines, "deepspeed: /etc/examples/deepspeed/ds_z3_config.json"))
-    found = read(text, tmp_path)
-    assert found.values["deepspeed"]["zero_optimization"]["stage"] == 3  # type: ignore[index]
-    assert found.notes == ("for ds_z3_config.json the file that LLaMA-Factory ships is taken",)
-    other = read(text.replace("ds_z3_config", "my_own"), tmp_path)
-    assert "deepspeed" not in other.values
-    assert other.notes == ("left out, as no file is read: deepspeed",)
+    found = pasted(f"{LLAMA}deepspeed: /etc/examples/deepspeed/ds_z3_config.json", tmp_path)
+    assert found.launch["deepspeed_config"]["zero_stage"] == 3  # type: ignore[index]
+    assert any(
+        "ds_z3_config.json is not here: the file of that name that LLaMA-Factory ships" in n for n in found.notes
+    )
 
 
 @pytest.mark.parametrize(
     "text", ["a: &a [x, x]\nb: &b [*a, *a]\n" + "c: [*b, *b]\n" * 9000, "[" * 5000, "a: !!python/x", "- a", "x"]
 )
-def test_a_yaml_that_would_blow_up_is_refused_without_its_place(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as found:
-        read(text, tmp_path)
-    assert str(tmp_path) not in str(found.value)
+def test_a_yaml_that_would_blow_up_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        pasted(text, tmp_path)
+
+
+def told_without_simulation(text: str, folder: Path, **more: object) -> list[Line]:
+    """The lines of an answer that ends before it simulates anything."""
+    asked = {"text": text, "card": "h100", **more}
+    request = {"question": asdict(Question.from_json(asked)), "seconds": {"verdict": 60.0, "advice": 0.0}, "socket": ""}
+    (folder / "question.json").write_text(json.dumps(request))
+    run(str(folder / "question.json"))
+    return [json.loads(line) for line in (folder / TOLD).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\n  b: 2", "the recipe: not valid YAML: mapping values are not allowed here (line 2, column 4)"),
+        ("python train.py", "no training is started in the file: it must call"),
+        (f"{LLAMA}deepspeed: my.json", "read as a file of LLaMA-Factory: 'my.json' is a file, and no file that is "
+         "named is read here: leave it out, and choose under More how the cards share the model"),
+        (f"model_name_or_path: {MODEL}\nmax_length: 64\npacking: false\nper_device_train_batch_size: 2000",
+         "per_device_train_batch_size must be at most 1,024 here"),
+    ],
+)  # fmt: skip
+def test_an_error_names_no_place_of_this_machine_and_the_pages_own_fields(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)  # an answer sets it in its process, which is this one
+    *_, last = told_without_simulation(text, tmp_path)
+    assert last["is"] == "error"
+    assert str(last["text"]).startswith(says)
+    assert str(tmp_path) not in json.dumps(last)
+
+
+def test_a_file_that_is_not_simulated_is_explained_by_its_own_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (explained,) = told_without_simulation(f"{LLAMA}use_unsloth: true\n", tmp_path)
+    assert (explained["is"], explained["tool"]) == ("explained", "LLaMA-Factory")
+    assert str(explained["why"]).startswith("use_unsloth: Unsloth's kernels")
+    assert "not simulated" not in dict(explained["facts"])  # type: ignore[call-overload]
+    assert any("x gradient_accumulation_steps" in text for _, text in explained["facts"])  # type: ignore[attr-defined]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -556,6 +642,19 @@ def test_an_answer_has_the_verdict_the_phases_and_changes_and_leaves_nothing_beh
 
 
 @pytest.mark.slow
+def test_a_pasted_model_is_simulated_once(simulator: Simulator) -> None:
+    kept = simulator.home / "cache" / "probes"
+    question = small(changes={"use_peft": True, "lora_r": 7})
+    before = set(kept.glob("*.json"))
+    first = without_advice(simulator, question)
+    made = set(kept.glob("*.json")) - before
+    assert len(made) == 1
+    assert without_advice(simulator, question) == first
+    assert set(kept.glob("*.json")) - before == made
+    assert all(b"answer-" not in path.read_bytes() for path in made)  # no folder of the answer that it was made for
+
+
+@pytest.mark.slow
 def test_prompts_are_as_long_as_an_older_trl_cut_them_where_nobody_says_how_long(simulator: Simulator) -> None:
     text = """model_name_or_path: Qwen/Qwen2.5-0.5B
 torch_dtype: bfloat16
@@ -628,6 +727,19 @@ def test_a_command_of_verl_is_simulated_and_its_changes_are_overrides_of_its_own
 
 
 @pytest.mark.slow
+def test_a_sharing_that_is_chosen_keeps_the_ranks_of_the_recipe_and_its_batch(simulator: Simulator) -> None:
+    """The config of that name which TRL ships has eight."""
+    script = f"NPROC_PER_NODE=2 {SWIFTS} --gradient_accumulation_steps 2 --deepspeed zero2"
+    for question in (small(count=2, sharing="fsdp2"), small(text=script, sharing="fsdp2")):
+        told = without_advice(simulator, question)
+        verdict = next(line for line in told if line["is"] == "verdict")
+        assert verdict["count"] == 2
+        assert "trains on 4 samples" in str(verdict["batch"])
+    *_, last = without_advice(simulator, small(sharing="fsdp2"))
+    assert "choose the number of cards under More too" in str(last["text"])
+
+
+@pytest.mark.slow
 def test_cards_are_compared_with_their_prices(simulator: Simulator) -> None:
     told = [line for line in simulator.answer(small(kind="cards")) if line is not None and line["is"] == "card"]
     assert [line["card"] for line in told] == ["b200", "h200", "a100-80gb", "h100", "l40s", "a100-40gb", "rtx4090"]
@@ -680,6 +792,63 @@ def test_the_page_works_in_a_real_browser(
         other.goto(link)
         expect(other.get_by_role("button", name="Undo per_device_train_batch_size")).to_be_visible(timeout=_WAIT_MS)
         assert not problems
+        browser.close()
+
+
+NO_FIT = {
+    "is": "verdict", "verdict": "does not fit", "why": "update of the longest sample (512 tokens), 0.4 GB over",
+    "card": "rtx4090", "card_name": "NVIDIA GeForce RTX 4090", "count": 1, "model": MODEL, "trainer": "sft",
+    "used_bytes": 25_000_000_000, "shown_bytes": 25_000_000_000, "shown_as": "used", "capacity_bytes": 25_250_000_000,
+    "most_bytes": None, "least_bytes": 25_700_000_000, "step_s": None, "step_s_90": None, "rollout_s": None,
+    "batch": "An optimizer step trains on 4 samples: 4 at a time x 1 accumulation step x 1 card.",
+    "facts": [["model", MODEL], ["weights", "a_long_name_of_a_file_without_a_place_to_break_it" * 3]],
+    "phases": [{"name": "update", "bytes": 24e9, "cached_bytes": 1, "categories": {"weights": 20e9}}],
+    "context_bytes": 600_000_000, "warnings": [], "yaml": "a: 1",
+}  # fmt: skip
+CARD = {
+    "is": "card", "card": "rtx4090", "name": "NVIDIA GeForce RTX 4090", "count": 1, "verdict": "fits", "tier": "",
+    "used_bytes": 17_100_000_000, "capacity_bytes": 25_300_000_000, "step_s": 7.41, "over": False, "samples_per_s": 1.0,
+    "usd_per_hour": 0.74, "usd_per_1000_steps": 1.52, "words": "", "reason": "", "price": "a list", "unit": "samples",
+}  # fmt: skip
+EXPLAINED = {
+    "is": "explained", "tool": "verl", "why": "Megatron is not simulated", "wrong": [], "unread": [],
+    "facts": [["effective batch", "per_device_train_batch_size 2 x gradient_accumulation_steps 2"]],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
+def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
+    from playwright.sync_api import sync_playwright
+
+    with served() as (server, _), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=_FLAGS)
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+
+        def shown(line: Mapping[str, object]) -> str:
+            page.evaluate("(line) => hear(line)", line)
+            page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, line["is"]
+            table = page.locator(".wide:has(caption)")
+            assert table.count() == 0 or table.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+            return page.inner_text("#result")
+
+        told = shown(NO_FIT)
+        assert "It runs out of memory: update of the longest sample (512 tokens), 0.4 GB over." in told
+        assert "25.7 GB\nneeded, of 25.3 GB" in told
+        assert "the next tensor found no free piece that is large enough." in told
+        assert "1 more, below 0.1 GB" not in told
+        told = shown(EXPLAINED)
+        assert "It cannot be simulated: Megatron is not simulated." in told
+        told = shown(CARD)
+        assert "$1.52" in told
+        for text, said in (
+            ("train.py is read", "train.py is read."), ("ms-swift makes logits", "ms-swift makes logits."),
+            ("kernel times", "Kernel times."), ("a_key is left out", "a_key is left out."), ("2 ranks", "2 ranks."),
+            ("verl's config", "verl's config."), ("left out: a", "Left out: a."), ("examples/a is", "examples/a is."),
+        ):  # fmt: skip
+            assert page.evaluate("(text) => sentence(text)", text) == said
         browser.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from autofit.errors import ConfigError
-from autofit.frontends.command import commands
+from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.reading import explain, read
 from autofit.frontends.shipped import shipped
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY
@@ -133,7 +133,7 @@ def test_changes_of_a_command_of_arguments_are_written_into_it(tmp_path: Path) -
         ("llamafactory-cli train examples/lf.yaml --bf16", "takes key=value; got '--bf16'"),
         ("llamafactory-cli train examples/lf.yaml cutoff_len=$LENGTH", "does not say cutoff_len for certain"),
         ("axolotl train", "names no YAML"),
-        ("axolotl preprocess examples/ax.yml", "must start LLaMA-Factory, Axolotl, ms-swift, TRL"),
+        ("axolotl preprocess examples/ax.yml", "no training is started in .*: it must call"),
     ],
 )
 def test_a_script_that_cannot_be_read_is_one_line_that_says_why(text: str, message: str, tmp_path: Path) -> None:
@@ -222,3 +222,26 @@ def test_ddp_looks_for_parameters_without_a_gradient_where_the_tool_lets_it(
     found = read(path)
     assert found is not None
     assert found.values.get("ddp_find_unused_parameters") is looks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=" + "x" * 20 + "\n" + "a=$a$a\n" * 40 + "echo $a",
+        "a=" + "x" * 20_000 + "\necho" + " $a" * 5_000,
+        "a=" + "x" * 20_000 + '\necho "' + "$a" * 5_000 + '"',
+        "a=(x)\n" + "a+=(${a[@]} ${a[@]})\n" * 40,
+    ],
+    ids=["doubled", "words", "quoted", "array"],
+)
+def test_variables_that_double_themselves_fill_no_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match="more than 2 MiB with its variables filled in"):
+        list(commands(text))
+
+
+def test_a_mark_of_a_terminal_before_a_command_is_none_of_its_words() -> None:
+    assert [command.words for command in commands("$ swift sft\n$HOME/a b\n  $ trl sft")] == [
+        ("swift", "sft"),
+        (f"{UNSURE}/a", "b"),
+        ("trl", "sft"),
+    ]

@@ -14,7 +14,7 @@ from autofit.files import read_json, write_json
 from autofit.forecast.structures import Structure, variables
 from autofit.hardware import calibration
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.kept import code_hash
+from autofit.probing.kept import by_content, code_hash
 from autofit.recipe.keys import BatchKeys
 
 EXACT_SHARE = 1e-4  # a model with a larger hold-out error (relative) rules out no candidate
@@ -139,7 +139,7 @@ def _key(request: Request, worst_case: Path) -> str:
     """A hash of all inputs of a mass model: the traced recipe, and the code that traces it."""
     keys = BatchKeys.from_json(cast(Mapping[str, "str | None"], request["keys"]))
     unread = (*_UNREAD, *variables(keys))
-    values = {k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread}
+    values = by_content({k: v for k, v in cast(Mapping[str, object], request["values"]).items() if k not in unread})
     rest = {k: v for k, v in request.items() if k not in ("values", "worst_case", "answer")}
     parts = [values, rest, code_hash(), read_json(worst_case), calibration.fingerprint(str(request["device"]))]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]

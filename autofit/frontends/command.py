@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends.branches import Branches
-from autofit.frontends.sharing import near
+from autofit.frontends.sharing import OTHERWISE, near
 from autofit.recipe.yaml_file import MOST_BYTES, of_notebook, parse_yaml, read_yaml_mapping
 
 UNSURE = "\0"  # in a word whose value is only known where the script runs
@@ -25,10 +25,11 @@ _VARIABLE = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+])(.*))?", re.DOTALL)
 ASKS_FOR_NPUS = re.compile(
     r"""python3?\s+-c\s+(['"])import torch_npu\1(?:\s*[2&]?>\s*[\w/]+)*\s*&&\s*echo\s+(\w+)\s*\|\|\s*echo\s+(\w+)"""
 )
-_OF_NOTEBOOK = re.compile(r"(?m)^%%\w+[^\n]*$|^[ \t]*!(?=[\w/.])")
+_OF_NOTEBOOK = re.compile(r"(?m)^%%\w+[^\n]*$|^[ \t]*(?:!|\$ )[ \t]*(?=[\w/.])")  # and a terminal's prompt
 _LOST = re.compile(r"(?m)^((?![ \t]*#)(?:(?!\s#)[^\n])*[^\s\\][ \t]*)\n(?=[ \t]*--[A-Za-z])")
 _SEPARATORS = ";&|\n)"
 _DEEPEST = 20
+_MOST_ADDED = 16 * MOST_BYTES  # a variable that doubles itself fills the memory in forty lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
 def _with_lost_backslashes(text: str) -> str:
     """`text`, as long, with a space for a newline before `--name`, which begins no command: a log's copy lost the \\.
 
-    A notebook's marks of a shell (`!`, `%%bash`) are spaces too.
+    Marks of a shell in a notebook (`!`, `%%bash`) or a terminal (`$ `) are spaces too.
     """
     text = _OF_NOTEBOOK.sub(lambda found: " " * len(found[0]), text)
     return _LOST.sub(lambda found: f"{found[1]} ", text)
@@ -156,7 +157,8 @@ def accelerate_config(before: Sequence[str], folder: Path) -> dict[str, object]:
     given = dict(options(before)).get("config_file") if before[0] == "accelerate" else None
     if given is None:
         return {}
-    return read_yaml_mapping(near(certain("config_file", given), folder), what="accelerate config")
+    path = near(certain("config_file", given), folder, otherwise=OTHERWISE)
+    return read_yaml_mapping(path, what="accelerate config")
 
 
 def visible_cards(variables: Mapping[str, str]) -> int | None:
@@ -190,6 +192,7 @@ class _Scanner:
         self.text, self.known, self.at, self.level = text, known, 0, level
         self.start, self.end = 0, 0  # of the statement that was yielded last
         self.after = ""  # the separators before it
+        self.added = 0  # characters of variables that were filled in
 
     def statements(self) -> Iterator[list[str]]:
         words: list[str] = []
@@ -240,7 +243,7 @@ class _Scanner:
             self.at += 1
             word = (word or "") + self._double_quoted()
         elif char in "$`":
-            found = _BETWEEN.join(self._expanded().split(" "))  # bash splits what is not quoted
+            found = _BETWEEN.join(self._filled_in().split(" "))  # bash splits what is not quoted
             word = word if found == "" else (word or "") + found
         elif char == "#" and word is None:
             end = text.find("\n", self.at)
@@ -278,11 +281,19 @@ class _Scanner:
                 found += self.text[self.at + 1].strip("\n")
                 self.at += 2
             elif char in "$`":
-                found += self._expanded()
+                found += self._filled_in()
             else:
                 found += char
                 self.at += 1
         self.at += 1
+        return found
+
+    def _filled_in(self) -> str:
+        """What `$...` or backquotes here stand for. Raises ConfigError where all of them are far longer than a file."""
+        found = self._expanded()
+        self.added += len(found)
+        if self.added > _MOST_ADDED:
+            raise ConfigError(f"the script has more than {_MOST_ADDED >> 20} MiB with its variables filled in")
         return found
 
     def _expanded(self) -> str:

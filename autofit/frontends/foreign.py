@@ -32,6 +32,9 @@ class Foreign:
     unknown: Mapping[str, str] = field(default_factory=dict)  # keys that the tool passes over, each in half a sentence
 
 
+NOT_SIMULATED = "not simulated"  # name of the fact that says why
+
+
 class Line(NamedTuple):
     """A fact and its name."""
 

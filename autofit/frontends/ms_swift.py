@@ -76,6 +76,11 @@ class Training:
     notes: tuple[str, ...] = ()
 
 
+def starts(text: str) -> bool:
+    """Whether a script starts a training with ms-swift."""
+    return any(True for command in commands(text) for _ in _started(command))
+
+
 def training(text: str, *, folder: Path) -> Training:
     """The first training that a script starts. Raises ConfigError where it starts none."""
     found = [(command, kind, words) for command in commands(text) for kind, words in _started(command)]

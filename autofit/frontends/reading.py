@@ -1,5 +1,6 @@
 """A file of another tool, read and explained; and why its values are no recipe of TRL's. No torch here."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,12 @@ from autofit.frontends import (
     yaml_script,
 )
 from autofit.frontends.command import script_text
-from autofit.frontends.foreign import Explanation, Foreign, Line, lines
+from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, Line, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
-from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
+_KEY = re.compile(r"(?m)^\w+:(?:\s|$)")  # of a YAML
 Read = TypeVar("Read")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
@@ -45,6 +47,24 @@ def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Fo
     return read_values(values, path, ranks=ranks) if isinstance(values, dict) else None
 
 
+def is_script(text: str) -> bool:
+    """Whether a text is a script that starts a training, or no YAML at all; a YAML with a mistake is none."""
+    try:
+        content = parse_yaml(of_notebook(text))
+    except ConfigError:
+        content = None
+        if _KEY.search(text) and not _starts(text):
+            return False
+    if isinstance(content, dict):  # a command with a colon in it is a mapping of one key
+        return any(re.search(r"\s", str(key)) for key in content) and _starts(text)
+    return True
+
+
+def _starts(text: str) -> bool:
+    readers = (verl.starts_verl, trl_script.starts_trl, yaml_script.starts, hf_script.starts, ms_swift.starts)
+    return any(starts(text) for starts in readers)
+
+
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
     """The recipe of the training that a script starts. Raises ConfigError."""
     text = script_text(path) if text is None else text
@@ -58,7 +78,17 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
         return _of_training(started, path, ranks)
     if hf_script.starts(text):
         return _named("a Trainer of its own", path, lambda: hf_script.of_script(text, folder=folder, ranks=ranks))
+    _check_starts(text, path)
     return _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks))
+
+
+def _check_starts(text: str, path: Path) -> None:
+    """Raise ConfigError for a script that starts no training of ms-swift, the last one whose training is looked for."""
+    if "megatron" not in text and not ms_swift.starts(text):
+        raise ConfigError(
+            f"no training is started in {path}: it must call `llamafactory-cli train`, `axolotl train`, `swift sft`, "
+            "`trl sft` or their like, `python -m verl.trainer.main_ppo`, or a Python file with --model_name_or_path"
+        )
 
 
 def _of_training(found: yaml_script.Training, path: Path, ranks: int | None) -> Foreign:
@@ -131,7 +161,7 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
     try:
         foreign = made()
     except ConfigError as error:
-        return replace(found, lines=(*found.lines, Line("not simulated", str(error).partition(": ")[2] or str(error))))
+        return replace(found, lines=(*found.lines, Line(NOT_SIMULATED, str(error).partition(": ")[2] or str(error))))
     return found if foreign is None else replace(found, lines=(*found.lines, *lines(foreign)), notes=foreign.notes)
 
 
@@ -148,13 +178,8 @@ def _script(path: Path, ranks: int | None) -> Explanation:
             return _with_recipe(said, lambda: _of_training(started, path, ranks))
         if hf_script.starts(text):
             return _named("a Trainer of its own", path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
-        try:
-            training = ms_swift.training(text, folder=folder)
-        except ConfigError as error:
-            raise ConfigError(
-                f"the script {path} must start LLaMA-Factory, Axolotl, ms-swift, TRL or "
-                f"`python -m verl.trainer.main_ppo`: {error.marked}"
-            ) from error
+        _check_starts(text, path)
+        training = _named(MS_SWIFT.name, path, lambda: ms_swift.training(text, folder=folder))
         ranks = training.ranks if ranks is None else ranks
         return _with_recipe(
             tools.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)

@@ -5,12 +5,17 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.recipe.launch_keys import deepspeed_fields, fsdp_config, read_deepspeed_file
+from autofit.recipe.reach import is_open
 
 _FSDP1_ONLY = ("use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
 _WITHOUT = (  # keys without effect on what a step holds
     "limit_all_gathers", "final_state_dict_type", "cpu_offload_pin_memory", "mixed_precision_policy",
     "activation_cpu_offload", "mixed_precision",
 )  # fmt: skip
+
+
+class UnreadFileError(ConfigError):
+    """A file that is named where none may be."""
 
 
 def zero(given: object, folder: Path, shipped: Mapping[str, Mapping[str, object]] | None = None) -> dict[str, object]:
@@ -22,7 +27,9 @@ def zero(given: object, folder: Path, shipped: Mapping[str, Mapping[str, object]
     elif shipped and given in shipped:
         content = dict(shipped[given])
     else:
-        content = read_deepspeed_file(given if given.lstrip().startswith("{") else str(near(given, folder)))
+        content = read_deepspeed_file(
+            given if given.lstrip().startswith("{") else str(near(given, folder, otherwise=OTHERWISE))
+        )
     fields = deepspeed_fields(content)
     if fields["zero_stage"] == 0:
         return {}
@@ -77,11 +84,16 @@ def of_accelerate(config: Mapping[str, object]) -> dict[str, object]:
     return {}
 
 
-def near(given: str, folder: Path) -> Path:
+OTHERWISE = "leave it out, and choose beside the file how the cards share the model"
+
+
+def near(given: str, folder: Path, *, otherwise: str = "paste its lines in its place") -> Path:
     """The file that a tool's file names, from the folder where the tool is started: one of those above it.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError where there is none; where no file may be named, UnreadFileError with what to do `otherwise`.
     """
+    if not is_open():
+        raise UnreadFileError(f"{quoted(given, 100)} is a file, and no file that is named is read here: {otherwise}")
     path = Path(given).expanduser()
     places = (
         [path] if path.is_absolute() else [Path.cwd() / path, *(above / path for above in (folder, *folder.parents))]

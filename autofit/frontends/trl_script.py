@@ -14,8 +14,9 @@ from pathlib import Path
 from autofit.errors import ConfigError
 from autofit.frontends.command import UNSURE, Command, arguments, certain, commands, options, visible_cards
 from autofit.frontends.foreign import Explanation, Foreign, Line
-from autofit.frontends.sharing import near
+from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
+from autofit.recipe.launch import shipped_with_trl
 from autofit.recipe.launching import is_launch_key
 from autofit.recipe.profile import OF_TRL
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
@@ -88,7 +89,7 @@ def training(text: str, *, folder: Path) -> Training:
     values |= {key: [values[key]] for key in _LISTS if isinstance(values.get(key), str | int | float)}
     for key in ("accelerate_config", "config_file", "deepspeed", "deepspeed_config_file", "fsdp_config"):
         if isinstance(name := values.get(key), str) and name.endswith((".yaml", ".yml", ".json")):
-            values[key] = str(near(certain(key, name), folder))
+            values[key] = _file(key, name, folder, notes)
     ranks = values.get("num_processes")
     if ranks is None and not {"accelerate_config", "config_file"} & values.keys():
         ranks = _visible(command, before)
@@ -159,6 +160,18 @@ def _launch(before: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         else:
             unread.append(f"--{key}")
     return found, unread
+
+
+def _file(key: str, name: str, folder: Path, notes: list[str]) -> str:
+    """The file of a launch; for an accelerate config that is not here, the name of TRL's own that is like it."""
+    try:
+        return str(near(certain(key, name), folder, otherwise=OTHERWISE))
+    except ConfigError:
+        own = Path(name).stem.removeprefix("deepspeed_")  # as TRL's examples/accelerate_configs have it
+        if key not in ("accelerate_config", "config_file") or own not in shipped_with_trl():
+            raise
+        notes.append(f"{name} is not here: the {own} that TRL ships is taken for it")
+        return own
 
 
 def _visible(command: Command, before: Sequence[str]) -> int | None:

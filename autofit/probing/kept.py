@@ -43,7 +43,7 @@ def _is_kept(request: ProbeRequest) -> bool:
 
 
 def _path(request: ProbeRequest) -> Path:
-    values = {k: v for k, v in request.values.items() if k not in _UNREAD}
+    values = by_content({k: v for k, v in request.values.items() if k not in _UNREAD})
     settings = {name: value for name, value in os.environ.items() if name.startswith(_ENV)}
     parts = [
         request.trainer, values, request.recipe_hash, request.device, request.limit_bytes, request.measured_steps,
@@ -52,6 +52,22 @@ def _path(request: ProbeRequest) -> Path:
     ]  # fmt: skip
     name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_folder() / "probes" / f"{name}.json"
+
+
+def by_content(values: Mapping[str, object]) -> dict[str, object]:
+    """`values` with what a model's folder says in place of its path: a copy of it elsewhere answers the same.
+
+    Its weights are not among that, which no simulation reads.
+    """
+    return {key: _content(value) if isinstance(value, str) else value for key, value in values.items()}
+
+
+def _content(value: str) -> object:
+    folder = Path(value)
+    if not folder.is_absolute() or not os.path.isfile(folder / "config.json"):
+        return value
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.json"))}
+    return {"files": files}
 
 
 # A hash of the code of the simulation: what is kept of it counts only for the same code.

@@ -1,9 +1,7 @@
 """Architectures known without a download: facts from published config.json files, by model name. No torch."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -13,6 +11,7 @@ from typing import cast
 import yaml
 
 from autofit.files import read_json
+from autofit.recipe.reach import may_read
 
 Config = Mapping[str, object]
 # Owners whose models are copies of others' under the same name, or with "Meta-" before it.
@@ -71,24 +70,11 @@ def _without_owner(name: str) -> str:
     return name.lower().partition("/")[2].removeprefix("meta-")
 
 
-_READS_FOLDERS = ContextVar("_READS_FOLDERS", default=True)
-
-
-@contextmanager
-def by_name_only() -> Iterator[None]:
-    """Context in which a model is known by the catalogue only: no folder that a stranger names is read."""
-    token = _READS_FOLDERS.set(False)
-    try:
-        yield
-    finally:
-        _READS_FOLDERS.reset(token)
-
-
 def text_config(model: str) -> Config:
     """The config.json of the text model in a folder, or as the catalogue has it; {} where neither knows `model`."""
     path = Path(model) / "config.json"
     known = architecture(model)
-    is_there = _READS_FOLDERS.get() and os.path.isfile(path)
+    is_there = may_read(path) and os.path.isfile(path)
     config = read_json(path) if is_there else None if known is None else known.config
     inner = (config or {}).get("text_config", config)
     return inner if isinstance(inner, Mapping) else {}

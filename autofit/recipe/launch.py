@@ -16,6 +16,7 @@ from typing import Literal, cast, get_args
 from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch_values import NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
+from autofit.recipe.reach import may_read
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
@@ -314,8 +315,8 @@ def check_on_cpu(launch: Launch) -> None:
 def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
     """(content, what it is in words) of an accelerate config: a file, or the name of one that TRL ships."""
     path = Path(given)
-    if not os.path.isfile(given):
-        shipped = _shipped_with_trl()
+    if not may_read(path) or not os.path.isfile(path):
+        shipped = shipped_with_trl()
         if given not in shipped:
             known = ", ".join(sorted(shipped)) or "none, as TRL is not installed"
             raise ConfigError(
@@ -338,7 +339,7 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
     return config, f"the accelerate config {given}"
 
 
-def _shipped_with_trl() -> dict[str, Path]:
+def shipped_with_trl() -> dict[str, Path]:
     """{name: file} of the accelerate configs that the installed TRL ships; TRL is not imported."""
     spec = find_spec("trl")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []

@@ -14,6 +14,7 @@ from autofit.errors import ConfigError, nearest, quoted
 from autofit.files import regular_bytes
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH
 from autofit.recipe.launch_values import FLAGS, WRAP_POLICIES
+from autofit.recipe.reach import may_read
 
 TYPES = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}  # flags of `accelerate launch`
 _LAUNCH = {
@@ -245,7 +246,7 @@ def read_deepspeed_file(path: str) -> dict[str, object]:
 
 def _file_text(given: str, key: str) -> str:
     path = Path(given)
-    if not os.path.isfile(path):
+    if not may_read(path) or not os.path.isfile(path):
         raise ConfigError(f"{key} must be a mapping or the path of a JSON file; there is no file {quoted(given)}")
     try:
         return regular_bytes(path, most=_MOST_BYTES, what="a JSON file")[0].decode()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import yaml
 
@@ -18,7 +19,8 @@ from autofit.recipe.keys import OTHER_MODELS
 from autofit.recipe.launch import LAUNCH
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
-_MODULES = re.compile(r"[A-Za-z0-9_.*|()^$\\-]{1,200}")  # names of modules, or a pattern of them
+_MODULES = re.compile(r"[A-Za-z0-9_.*+?|()\[\]^$\\-]{1,200}")  # names of modules, or a pattern of them
+_NAMES = re.compile(r"[A-Za-z0-9_.,+ -]{0,200}")
 _SWITCHES = re.compile(r"[a-z_]{3,30}:[A-Za-z0-9_.]{1,20}(,[a-z_]{3,30}:[A-Za-z0-9_.]{1,20}){0,7}")
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
@@ -92,11 +94,31 @@ def allowed(
     return Allowed(values=found, notes=tuple(notes))
 
 
+def allowed_launch(launch: Mapping[str, object]) -> dict[str, object]:
+    """The accelerate config that another tool's file says, of numbers and words. Raises ConfigError for a path."""
+    return {key: _of_launch(key, value) for key, value in _items("launch", launch).items()}
+
+
+def _of_launch(key: str, value: object, levels: int = 4) -> object:
+    if isinstance(value, Mapping) and levels:
+        return {name: _of_launch(f"{key}.{name}", one, levels - 1) for name, one in _items(key, value).items()}
+    if isinstance(value, list):
+        return [_of_launch(key, one, 0) for one in value[:_MOST_LIST]]
+    if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and _NAMES.fullmatch(value)):
+        return value
+    raise ConfigError(f"{key} must be a number, true, false or names here; got {quoted(value)}")
+
+
+@cache
+def _settings() -> dict[str, Any]:
+    text = (resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
 @cache
 def _listed(kind: str) -> frozenset[str]:
     """The settings of a kind or of a trainer, as settings.yaml lists them."""
-    text = (resources.files("autofit.web") / "settings.yaml").read_text(encoding="utf-8")
-    found = yaml.safe_load(text).get(kind, [])
+    found = _settings().get(kind, [])
     return frozenset(found if isinstance(found, list) else (name for names in found.values() for name in names))
 
 
@@ -131,7 +153,7 @@ def _model(value: object, key: str = "model_name_or_path") -> str:
     hint = f"; it has {', '.join(near[:4])}" if near and text.rpartition("/")[2] else ""
     raise ConfigError(
         f"{key} must be one of the {len(names())} models of the list, as no other is loaded here; got "
-        f"{quoted(value)}{hint}; for another model paste its config.json"
+        f"{quoted(value)}{hint}; for another model paste its config.json under More"
     )
 
 

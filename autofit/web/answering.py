@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import yaml
 
@@ -26,21 +27,24 @@ from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
-from autofit.frontends.foreign import Explanation
+from autofit.frontends.foreign import NOT_SIMULATED, Explanation
+from autofit.frontends.reading import explain
+from autofit.frontends.sharing import OTHERWISE, UnreadFileError
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
-from autofit.recipe.catalogue import by_name_only
 from autofit.recipe.clashes import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.profile import SeveralTrainersError, profile, profiles
+from autofit.recipe.reach import only_below
 from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.source import Source
 from autofit.space.describe import describe_changes, reason_for, samples_word
 from autofit.space.knob import stated_by
-from autofit.web.allowed import Allowed, allowed
-from autofit.web.pasted import read, write_config
+from autofit.web.allowed import Allowed, allowed, allowed_launch
+from autofit.web.pasted import SUFFIXES, write_config, write_training
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
@@ -165,15 +169,29 @@ def card_told(offer: Offer, spec: GpuSpec, price: Price | None, recipe: Recipe) 
     }  # fmt: skip
 
 
-def explained_told(found: Explanation) -> Told:
-    """What another tool's file says, where it cannot be simulated."""
-    return {"is": "explained", "tool": found.tool, "facts": [[line.name, line.text] for line in found.lines],
-            "wrong": list(found.wrong), "unread": list(found.unread)}  # fmt: skip
+def explained_told(found: Explanation, why: str) -> Told:
+    """What another tool's file says, and why it cannot be simulated."""
+    facts = [[line.name, line.text] for line in found.lines if line.name != NOT_SIMULATED]
+    return {"is": "explained", "tool": found.tool, "why": why, "facts": facts, "wrong": list(found.wrong),
+            "unread": list(found.unread)}  # fmt: skip
 
 
 TOLD = "told.jsonl"  # file with the lines
 _TRAINERS = tuple(p.name for p in profiles().values() if p.page)  # whose settings the list of allowed ones has
 _TOKENS = 512  # of a prompt, where the question does not say
+# {option of the commands: the page's field}
+_FIELDS = {"prompt-tokens": "Tokens of the longest sample (under More)", "gpus": "Number of cards (under More)",
+           "num_processes": "Number of cards (under More)", "gpu": "Card",
+           "accelerate_config": "Shared by (under More)"}  # fmt: skip
+# What is told, and the page's words for it. No place of this machine is told.
+_TOLD = (
+    *((f"{what} {{0}}/training{suffix}", what) for what in ("the recipe", "the script") for suffix in SUFFIXES),
+    *((f"{{0}}/training{suffix}, read as", "read as") for suffix in SUFFIXES),
+    *((f"{{0}}/training{suffix}", "the file") for suffix in SUFFIXES), ("{0}", ""),
+    (OTHERWISE, "leave it out, and choose under More how the cards share the model"),
+    ("--prompt-tokens N says others", "More has a field for others"),
+    ("or choose sharding: fsdp2", "or choose FSDP2 under More"),
+)  # fmt: skip
 Tell = Callable[[Mapping[str, object]], None]
 
 
@@ -186,41 +204,41 @@ def run(request_path: str) -> int:
 
         def tell(said: Mapping[str, object]) -> None:
             text = json.dumps(said, default=str)
-            for name in ("recipe", "pasted.yaml", "pasted.sh"):
-                text = text.replace(f"{path.parent}/{name}", "the file")
-            text = text.replace(str(path.parent), "")  # no place of this machine is told
+            for words, here in _TOLD:
+                text = text.replace(words.format(path.parent), here)
             file.write(text + "\n")
             file.flush()
 
         try:
             question = Question(**request["question"])
-            _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
+            with only_below(path.parent):
+                _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
         except AutofitError as error:
-            tell({"is": "error", "text": one_line(str(error), 600)})
+            tell({"is": "error", "text": _words(error)})
         except MemoryError:
             tell({"is": "error", "text": "the simulation needed more memory than one answer may have here"})
     return 0
 
 
+def _words(error: AutofitError) -> str:
+    """What an error says, with the page's fields for options of the commands."""
+    return one_line(error.told(lambda found: _FIELDS.get(found.name, str(found))), 600)
+
+
 def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
-    with by_name_only():
-        pasted = read(question.text, folder)
-        for note in pasted.notes:
-            tell({"is": "note", "text": note})
-        try:
-            source = source_of(pasted.script or pasted.values)  # another tool's file as the commands take it
-        except ConfigError as error:
-            if pasted.explained is None:
-                raise
-            tell({"is": "note", "text": one_line(str(error), 600)})
-            tell(explained_told(pasted.explained))
-            return
-    if pasted.explained is not None and source.trainer not in _TRAINERS:
-        tell(explained_told(pasted.explained))
+    path = write_training(question.text, folder)
+    try:
+        source = source_of(path)  # as the commands read it
+    except ConfigError as error:
+        found = None if isinstance(error, UnreadFileError) else _explained(path)
+        if found is None:
+            raise
+        said = _words(error)
+        tell(explained_told(found, said.partition(f"read as a file of {found.tool}: ")[2] or said))
         return
     given = merge(source.values, question.changes)
     try:
-        trainer = trainer_for(given, _named(question.trainer or source.trainer or pasted.trainer))
+        trainer = trainer_for(given, _named(question.trainer or source.trainer))
     except SeveralTrainersError as error:
         tell({"is": "choose", "text": f"{error.what}: which one is it?", "trainers": list(error.trainers)})
         return
@@ -228,13 +246,11 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
     for note in made.notes:
         tell({"is": "note", "text": note})
     tokens = question.tokens or source.prompt_tokens or _tokens(trainer, made.values)
+    recipe = replace(source, values=made.values, launch=allowed_launch(source.launch))
     asked = Asked(
-        recipe=replace(source, values=made.values), gpu=question.card, target_vram=None, trainer=trainer, changes=None,
-        prompt_tokens=tokens, deadline=seconds["verdict"],
-        launch=LaunchOptions(
-            accelerate_config=question.sharing or pasted.sharing or None, num_processes=pasted.ranks,
-            gpus=question.count if question.kind == "check" else None,
-        ),
+        recipe=recipe, gpu=question.card, target_vram=None, trainer=trainer, changes=None, prompt_tokens=tokens,
+        deadline=seconds["verdict"],
+        launch=_launch(question, recipe),
     )  # fmt: skip
 
     def hear(event: Event) -> None:
@@ -246,6 +262,27 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
             _cards(estimating, question.count or estimating.recipe.launch.cards, tell)
         else:
             _check(estimating, given, question.changes, seconds["advice"], tell)
+
+
+def _launch(question: Question, recipe: Source) -> LaunchOptions:
+    """What the page says of the launch. A chosen sharing keeps the recipe's ranks: its config has 8 of its own."""
+    gpus = question.count if question.kind == "check" else None
+    if not question.sharing:
+        return LaunchOptions(gpus=gpus)
+    ranks = recipe.values.get("num_processes", recipe.launch.get("num_processes", 1))
+    if ranks == 1 and question.count is None:
+        raise ConfigError(
+            "choose the number of cards under More too: the recipe is written for one, with none to share"
+        )
+    return LaunchOptions(accelerate_config=question.sharing, num_processes=cast(int, ranks), gpus=gpus)
+
+
+def _explained(path: Path) -> Explanation | None:
+    """What a file says that is not simulated; None where that is not known either."""
+    try:
+        return explain(path)
+    except ConfigError:
+        return None
 
 
 def _named(trainer: str | None) -> str | None:

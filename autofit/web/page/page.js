@@ -27,7 +27,8 @@ function drawn(tag, attributes, words) {
 
 const gb = (bytes) => bytes === null || bytes === undefined ? "-"
   : bytes >= 1e8 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`;
-const sentence = (text) => `${/^(vLLM|verl)/.test(text) ? text[0] : text[0].toUpperCase()}${text.slice(1)}.`;
+// A capital for a plain word; the name of a key, a file or a program stays as it is.
+const sentence = (text) => `${/^(?!verl\b)[a-z]+(?=[ ,:;]|$)/.test(text) ? text[0].toUpperCase() : text[0]}${text.slice(1)}.`;
 const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
 
 function seconds(value) {
@@ -193,12 +194,13 @@ function showChoice(line) {
 
 function done() {
   if (rows.length && !cards.hidden) return `${rows.length} cards compared.`;
-  const count = document.querySelectorAll("#advice .changes li").length;
+  const count = document.querySelectorAll("#advice .changes code").length;
   return verdict ? `${spoken(verdict)} ${count === 1 ? "1 change" : `${count} changes`} to apply.` : "Done.";
 }
 
-const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.shown_bytes)} of ${gb(line.capacity_bytes)} ${line.shown_as}. ${line.batch}`;
+const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.shown_bytes)} of ${gb(line.capacity_bytes)} ${line.verdict === "does not fit" ? "needed" : line.shown_as}. ${line.batch}`;
 
+const TIERS = "Neutral: the gradient is the same up to rounding. Approximate: it is nearly the same. Recipe: what is trained changes.";
 const WANTED = {"fits": "What makes it faster", "tight": "What leaves more room", "does not fit": "What makes it fit"};
 
 // -- the verdict ------------------------------------------------------------------------------------------------------
@@ -207,21 +209,21 @@ function showVerdict() {
   const of = verdict, kind = {"fits": "", "tight": " may", "does not fit": " no"}[of.verdict];
   const many = of.count > 1 ? `${of.count} x ` : "";
   const figures = [
-    of.verdict === "does not fit" ? [gb(of.least_bytes), "needed on each card"] : [gb(of.shown_bytes), `of ${gb(of.capacity_bytes)} ${of.shown_as}`],
+    of.verdict === "does not fit" ? [gb(of.least_bytes), of.count > 1 ? "needed on each card" : `needed, of ${gb(of.capacity_bytes)}`] : [gb(of.shown_bytes), `of ${gb(of.capacity_bytes)} ${of.shown_as}`],
     [seconds(of.step_s), of.step_s_90 ? `a step (${seconds(of.step_s_90[0])} to ${seconds(of.step_s_90[1])})` : "a step"],
   ];
   if (of.rollout_s) figures.push([seconds(of.rollout_s), "of it generating"]);
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
-    element("p", sentence(of.why)),
+    element("p", of.verdict === "does not fit" ? `It runs out of memory: ${of.why}.` : sentence(of.why)),
     ...of.warnings.map((text) => element("p", sentence(text), {class: of.verdict === "fits" ? "soft" : "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
     element("div", [], {id: "advice"}),
-    element("h3", "Effective batch"), element("p", `${of.batch} Changes marked neutral keep it exactly.`),
+    element("h3", "Effective batch"), element("p", `${of.batch} Every change above keeps it exactly.`),
     figuresTable(),
-    element("details", [element("summary", "The recipe with these changes"), element("pre", element("code", of.yaml)),
+    element("details", [element("summary", Object.keys(changes).length ? "The recipe with these changes" : "The recipe as it was read"), element("pre", element("code", of.yaml)),
       element("button", "Copy", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
     element("details", [element("summary", "What was simulated"), facts(of.facts)]),
     element("ul", [], {id: "notes", class: "notes"}),
@@ -232,7 +234,7 @@ function showVerdict() {
   picture();
 }
 
-const facts = (pairs) => element("table", pairs.map(([name, text]) => element("tr", [element("th", name, {scope: "row"}), element("td", text)])));
+const facts = (pairs) => element("table", pairs.map(([name, text]) => element("tr", [element("th", name, {scope: "row"}), element("td", text)])), {class: "facts"});
 
 function showNotes() {
   const list = document.getElementById("notes");
@@ -279,6 +281,7 @@ function showAdvice(advice) {
   }
   if (!parts.length) parts.push(element("p", "Nothing that was tried is faster.", {class: "soft"}));
   if (advice.ended_early && (mends.length || faster.length)) parts.push(element("p", "Not every change was tried in the time of this page.", {class: "soft small"}));
+  if (mends.length || faster.length || advice.closest) parts.push(element("p", TIERS, {class: "soft small"}));
   box.replaceChildren(...parts);
 }
 
@@ -291,7 +294,7 @@ function change(one) {
     element("div", [
       element("p", [element("span", one.tier, {class: "tag"}), " ", element("code", one.words)]),
       element("p", facts.join(", ")),
-      one.reasons.length ? element("p", one.reasons[0], {class: "small soft"}) : "",
+      ...one.reasons.map((text) => element("p", text, {class: "small soft"})),
     ]),
     element("button", "Apply", {type: "button", "aria-label": `Apply ${one.words} and check again`, onclick: () => apply(one.set)}),
   ]);
@@ -350,9 +353,10 @@ function picture() {
   const shown = [...seen].filter(([, bytes]) => bytes > limit / 200), small = seen.size - shown.length;
   const legend = shown.map(([name, bytes]) => element("li", [
     element("i", [], {class: name === FREE ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
-  if (small) legend.push(element("li", `${small} below ${gb(limit / 200)}`));
+  if (small) legend.push(element("li", `${small} more, below ${gb(limit / 200)}`));
   figure.replaceChildren(svg, element("ul", legend, {class: "legend", "aria-label": "Largest bytes of each category"}),
-    element("figcaption", `Memory at the peak of each phase of a step; the largest is ${peak.name}.`));
+    element("figcaption", `Memory at the peak of each phase of a step; the largest is ${peak.name}.${verdict.verdict === "does not fit" && peak.bytes < limit
+      ? " Bars are what tensors hold; the next tensor found no free piece that is large enough." : ""}`));
 }
 
 function figuresTable() {
@@ -399,7 +403,7 @@ function showCards() {
 
 function showExplained(found) {
   answer.replaceChildren(element("h2", `A file of ${found.tool}`),
-    element("p", "Read by its own arithmetic; this page does not simulate it."), facts(found.facts),
+    element("p", `It cannot be simulated: ${found.why}.`), element("p", "What it says by the tool's own rules:"), facts(found.facts),
     ...found.wrong.map((text) => element("p", text, {class: "bad"})),
     found.unread.length ? element("p", `Not certain from the file: ${found.unread.join(", ")}.`) : "");
   answer.hidden = false;
