@@ -27,6 +27,7 @@ from .common import (
     fitted,
     largest_rows,
     lengths,
+    one_batch,
     random_weights,
     repeated,
     samples_per_step,
@@ -40,7 +41,7 @@ from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
 from .keys import SAMPLES as SAMPLES_KEYS
-from .rows import Collator, padded, place_of
+from .rows import pad, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
@@ -127,12 +128,13 @@ class HfTrainer(SamplesTrainer):
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
-            trainer = made(config, repeated(_row(config, worst_case), config))
+            row = _row(config, worst_case)
+            trainer = made(config, repeated(row, config), evaluation=one_batch(row, config))
         if (gpu := active_gpu()) is not None and config.training.engine_share:  # vLLM's share is of the whole card
             gpu.memory.allocate(int(config.training.engine_share * gpu.spec.capacity_bytes), "vLLM", "vLLM")
         trainer.repeats_one_row = trainer.masks_all = True
-        if padded(config, worst_case) and not config.training.packing:
-            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
+        if not config.training.packing:
+            pad(trainer, config, worst_case, shorter)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -37,13 +37,18 @@ _RESTS = (
     "packing wrapped: the few micro-batches with a row shorter than max_length (the rest of 1,000 samples) have an "
     "attention mask, which is not counted"
 )
-# Keys that a probe sets in every recipe: reports, pushes and plots change neither peak nor step time. An evaluation may
-# have a higher peak than a step; it is not simulated.
+# Keys that a probe sets in every recipe: reports, pushes and plots change neither peak nor step time. An evaluation is
+# asked for by the probe, where the recipe has one.
 QUIET: dict[str, object] = {
     "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
     "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
     "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
 }  # fmt: skip
+
+
+def evaluates(values: Mapping[str, object]) -> bool:
+    """Whether the recipe `values` evaluates within its training: TRL's scripts then give their trainer a dataset."""
+    return plain(values.get("eval_strategy")) not in (None, False, "no")
 
 
 class TrlRun(TransformersRun):
@@ -172,6 +177,7 @@ class TrlTrainer:
         device = {"use_cpu": True} if task.device == "cpu" else {}
         overrides = {**QUIET, **self.quiet, **device, **standing_in}
         config = self.parse(values, overrides={**overrides, "max_steps": task.steps, "output_dir": str(task.output)})
+        config = replace(config, evaluates=evaluates(values))
         worst_case = read_worst_case(task.worst_case)
         return self.run(self.probed(config, worst_case), config, self.tokens_per_step(config, worst_case))
 
