@@ -210,15 +210,18 @@ def _report_phase(trainer: Any, path: str, phase: str, report: Report) -> None:
 
 
 def _report_evaluation(trainer: Any, report: Report) -> None:
-    """Make an evaluation within the training a phase: one, whatever the trainer generates and scores in it."""
+    """Make an evaluation within the training a phase: one, whatever the trainer generates and scores in it.
+
+    It lasts until another begins, as the allocator keeps what it reserved for it.
+    """
     original = trainer._evaluate
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        with report.phase(EVALUATION):
-            setattr(trainer, _EVALUATES, True)
-            found = original(*args, **kwargs)
-            setattr(trainer, _EVALUATES, False)
-            return found
+        report.enter(EVALUATION)
+        setattr(trainer, _EVALUATES, True)
+        found = original(*args, **kwargs)
+        setattr(trainer, _EVALUATES, False)
+        return found
 
     trainer._evaluate = evaluate
 

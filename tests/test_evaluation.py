@@ -1,0 +1,204 @@
+"""Evaluation within a training: a phase of a probe, with the bytes that TRL's own evaluation takes."""
+
+import gc
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recipes
+import torch
+import yaml
+from at_once import probed
+from fakegpu.tiny_trainers import Case as Model
+from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
+from probed_anew import probed_anew
+from trl.trainer import dpo_trainer, sft_trainer
+
+from autofit.fakegpu import fake_gpu
+from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase
+from autofit.plugin.registry import load
+from autofit.probing.fork_server import ForkServer
+from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.recipe.launch import LAUNCH, Launch
+from autofit.trainers import hf_training
+from autofit.trainers.common import random_weights
+
+MADE_BY = {"sft": sft_trainer, "dpo": dpo_trainer, "hf": hf_training}
+
+WORDS = " ".join(["t1"] * 60)
+ROWS: dict[str, dict[str, object]] = {
+    "sft": {"text": WORDS}, "hf": {"text": WORDS}, "grpo": {"prompt": WORDS},
+    "dpo": {"prompt": WORDS, "chosen": " " + WORDS, "rejected": " " + WORDS},
+    "reward": {"chosen": WORDS, "rejected": WORDS},
+}  # fmt: skip
+LORA: dict[str, object] = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "sft": ("sft", {}),
+    "sft, LoRA, checkpointing": ("sft", {**LORA, "gradient_checkpointing": True}),
+    "sft, packed": ("sft", {"eval_packing": True, "attn_implementation": "eager"}),
+    "dpo, LoRA": ("dpo", LORA),
+    "dpo, a reference of its own": ("dpo", {}),
+    "dpo, scored before": ("dpo", {"precompute_ref_log_probs": True}),
+    "reward": ("reward", {}),
+    "grpo": ("grpo", {"beta": 0.04, **LORA}),
+    "grpo, fewer completions": ("grpo", {"num_generations_eval": 3}),
+    "rloo": ("rloo", {"beta": 0.04}),
+    "hf": ("hf", {}),
+    "hf, LoRA in bfloat16": ("hf", {**LORA, "dtype": "bfloat16", "bf16": True}),
+    "hf dpo": ("hf", {"objective": "dpo", **LORA, "float32_logits": True}),
+}
+EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
+RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
+DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA in bfloat16")
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    build_model(Model(kind="sft")).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Evaluates(Report):
+    """Asks for an evaluation after the second step, and notes the phases."""
+
+    def __init__(self) -> None:
+        self.at, self.phases = "update", list[str]()
+
+    def enter(self, phase: str) -> str:
+        left, self.at = self.at, phase
+        self.phases.append(phase)
+        return left
+
+    def step_ends(self, step: int) -> Control:
+        return Control(evaluate=step == 2)
+
+
+def recipe_of(trainer: str, folder: Path, model: Path, **changes: object) -> dict[str, object]:
+    """A recipe over rows of one length in `folder`, which has a train and a test split."""
+    name = "grpo" if trainer == "rloo" else str(changes.get("objective", trainer))
+    for split in ("train", "test"):
+        path = folder / "data" / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((json.dumps(ROWS[name]) + "\n") * 24)
+    generates: dict[str, object] = {
+        "num_generations": 2, "max_completion_length": 8, "reward_funcs": ["autofit.trainers.offline.no_reward"],
+    }  # fmt: skip
+    return {
+        "model_name_or_path": str(model), "dataset_name": str(folder / "data"), "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "report_to": "none",
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "bf16": False, "seed": 1,
+        **(generates if name == "grpo" else {"max_length": 128}),
+        **({"lora_task_type": "SEQ_CLS"} if trainer == "reward" else {}), **changes,
+    }  # fmt: skip
+
+
+def trained(trainer: str, values: Mapping[str, object], folder: Path) -> list[str]:
+    """The phases of a probe's training, which evaluates after its second step."""
+    report, worst_case = Evaluates(), WorstCase(path=folder / "worst_case.json")
+    task = Task(device="cpu", output=folder / "probe", worst_case=worst_case, steps=2)
+    run: Any = load(trainer).build(values, task)
+    run.train(report)
+    return report.phases
+
+
+def probe_of(
+    trainer: str, values: dict[str, object], folder: Path, server: ForkServer, device: str, launch: Launch | None = None
+) -> ProbeResult:
+    folder.mkdir(parents=True)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "use_cpu"}))
+    changes = {} if launch is None else {LAUNCH: launch.to_values()}
+    found = prepare(path, trainer=trainer, device=device, folder=folder, server=server, changes=changes)
+    request = ProbeRequest(
+        folder=folder, trainer=trainer, values=found.values, device=device, limit_bytes=None, cwd=folder,
+        worst_case=worst_case_path(folder), server_socket=server.socket_path,
+    )  # fmt: skip
+    result = probed(request)
+    assert result.status is ProbeStatus.FIT, result.reason
+    return result
+
+
+def peak_of_fakes(trainer: str, values: Mapping[str, object], folder: Path) -> int:
+    gc.collect()
+    with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
+        trained(trainer, values, folder)
+    return gpu.peak_requested_bytes
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES]
+)
+def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    trainer, changes = CASES[name]
+    values = recipe_of(trainer, tmp_path, small_model, **changes)
+    recipes.inspect(trainer, values, "cpu", tmp_path / "worst_case.json")
+    evaluated = values | EVALUATED
+    without, fake = (peak_of_fakes(trainer, each, tmp_path) for each in (values, evaluated))
+    assert fake > 1.1 * without  # so that it is the evaluation that is compared
+    gc.collect()
+    real = profiler_peak_bytes(lambda: trained(trainer, evaluated, tmp_path))
+    assert real == fake + RANDOM_STATE_BYTES
+
+
+@pytest.mark.parametrize("trainer", ["sft", pytest.param("dpo", marks=pytest.mark.slow), "hf"])
+def test_a_probe_evaluates_as_the_run_does(trainer: str, small_model: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    values = recipe_of(trainer, tmp_path, small_model, **EVALUATED, **LORA, bf16=True, dtype="bfloat16")
+    recipes.inspect(trainer, values, "cpu", tmp_path / "worst_case.json")
+
+    def run() -> None:  # weights from a file are in no allocator
+        with random_weights(MADE_BY[trainer]):
+            training = load(trainer).build(values, Task(device="cpu", output=tmp_path / "run"))
+        training.train(Report())
+
+    run()
+    gc.collect()
+    probe, real = (profiler_peak_bytes(each) for each in (lambda: trained(trainer, values, tmp_path), run))
+    assert real == probe
+
+
+def test_a_probe_has_the_evaluation_as_a_phase_and_its_seconds_in_no_step(
+    tmp_path: Path, small_model: Path, fork_server: ForkServer
+) -> None:
+    values = recipe_of("sft", tmp_path, small_model, **LORA)
+    without, found = (
+        probe_of("sft", {**values, **more}, tmp_path / name, fork_server, "sim:a100-80gb")
+        for name, more in (("plain", {}), ("evaluates", EVALUATED))
+    )
+    peaks = {phase.name: phase for phase in found.phases}
+    assert [phase for name, phase in peaks.items() if name != EVALUATION] == list(without.phases)
+    assert peaks[EVALUATION].peak_allocated_bytes == found.peak_allocated_bytes > without.peak_allocated_bytes
+    assert (found.step_s, found.phase_s) == (without.step_s, without.phase_s)
+    assert found.least_capacity_bytes > without.least_capacity_bytes
+
+
+@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+def test_a_probe_of_a_device_evaluates_before_it_saves(
+    trainer: str, tmp_path: Path, small_model: Path, fork_server: ForkServer
+) -> None:
+    values = recipe_of(trainer, tmp_path, small_model, **EVALUATED)
+    found = probe_of(trainer, values, tmp_path / "probe", fork_server, "cpu")
+    names = [phase.name for phase in found.phases]
+    assert names.index(EVALUATION) < names.index("save")
+    peaks = {phase.name: phase.peak_allocated_bytes for phase in found.phases}
+    assert peaks[EVALUATION] == found.peak_allocated_bytes > 1.1 * peaks["update"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "launch"), [("sft", Launch()), ("grpo", Launch()), ("hf", Launch(ranks=2))])
+def test_few_layers_evaluate_as_all_do(
+    trainer: str, launch: Launch, tmp_path: Path, small_model: Path, fork_server: ForkServer
+) -> None:
+    values = recipe_of(trainer, tmp_path, small_model, **EVALUATED, **LORA)
+    few = probe_of(trainer, values, tmp_path / "run" / "probe", fork_server, "sim:a100-80gb", launch)
+    assert "traced again" not in (tmp_path / "run" / "probe" / "probe.log").read_text()
+    every = probed_anew(tmp_path / "run" / "probe", tmp_path / "run" / "deep", "all layers", fork_server)
+    assert few.phases == every.phases
+    assert EVALUATION in {phase.name for phase in few.phases}
