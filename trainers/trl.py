@@ -17,7 +17,7 @@ from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.padding import KEPT, SampleLengths
 from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
 from autofit.plugin.transformers_run import TransformersRun
-from autofit.recipe.keys import BatchKeys, Tier
+from autofit.recipe.keys import BatchKeys, Tier, evaluates
 
 from . import offline
 from .common import Counts, lengths, read_worst_case, sampled, samples_per_step, split
@@ -44,11 +44,6 @@ QUIET: dict[str, object] = {
     "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
     "save_only_model": False, "load_best_model_at_end": False, "logging_strategy": "steps",
 }  # fmt: skip
-
-
-def evaluates(values: Mapping[str, object]) -> bool:
-    """Whether the recipe `values` evaluates within its training: TRL's scripts then give their trainer a dataset."""
-    return plain(values.get("eval_strategy")) not in (None, False, "no")
 
 
 class TrlRun(TransformersRun):
@@ -177,7 +172,7 @@ class TrlTrainer:
         device = {"use_cpu": True} if task.device == "cpu" else {}
         overrides = {**QUIET, **self.quiet, **device, **standing_in}
         config = self.parse(values, overrides={**overrides, "max_steps": task.steps, "output_dir": str(task.output)})
-        config = replace(config, evaluates=evaluates(values))
+        config = replace(config, evaluates=evaluates({k: plain(v) for k, v in values.items()}))
         worst_case = read_worst_case(task.worst_case)
         return self.run(self.probed(config, worst_case), config, self.tokens_per_step(config, worst_case))
 
