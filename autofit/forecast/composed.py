@@ -163,7 +163,7 @@ class Composer:
         assert made.model is not None
         key = structure, shapes
         if key not in self._of_whole:
-            self._of_whole[key] = Parts.of(made.model, made.layers, shapes)
+            self._of_whole[key] = Parts.of(made.model, made.layers, shapes).with_evaluated(made.evaluated)
         return self._of_whole[key]
 
     @cached_property
