@@ -17,12 +17,15 @@ from probed_anew import probed_anew
 from trl.trainer import dpo_trainer, sft_trainer
 
 from autofit.fakegpu import fake_gpu
+from autofit.forecast.forecast import Forecaster
 from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.space.knob import space_knobs
+from autofit.space.space import Space
 from autofit.trainers import hf_training
 from autofit.trainers.common import random_weights
 
@@ -51,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "hf dpo": ("hf", {"objective": "dpo", **LORA, "float32_logits": True}),
 }
 EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
+SEARCHED = ("per_device_train_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
 DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA in bfloat16")
 
@@ -202,3 +206,36 @@ def test_few_layers_evaluate_as_all_do(
     every = probed_anew(tmp_path / "run" / "probe", tmp_path / "run" / "deep", "all layers", fork_server)
     assert few.phases == every.phases
     assert EVALUATION in {phase.name for phase in few.phases}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fewer", "more"),
+    [("hf", 6, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("sft", 6, {"gradient_checkpointing": True}), ("dpo", 12, {})])],
+)  # fmt: skip
+def test_a_forecast_counts_the_evaluation(
+    trainer: str, fewer: int, more: dict[str, object], tmp_path: Path, small_model: Path, fork_server: ForkServer
+) -> None:
+    device, values = "sim:a100-80gb", recipe_of(trainer, tmp_path, small_model, **EVALUATED, **LORA, **more)
+    simulated = {
+        samples: probe_of(
+            trainer, {**values, "per_device_eval_batch_size": samples}, tmp_path / str(samples), fork_server, device
+        )
+        for samples in (24, fewer)
+    }  # fmt: skip
+    recipe = prepare(
+        tmp_path / "24" / "run.yaml", trainer=trainer, device=device, folder=tmp_path / "24", server=fork_server
+    )
+    knobs = tuple(knob for knob in space_knobs(recipe) if knob.name in SEARCHED)
+    space = Space.of(recipe, knobs, device=device)
+    forecaster = Forecaster(
+        device=device, worst_case=worst_case_path(tmp_path / "24"), server=fork_server, scratch=tmp_path / "scratch",
+        kept=tmp_path / "kept",
+    )  # fmt: skip
+    forecast = forecaster.forecast(space)
+    assert not forecast.problems
+    used = dict(zip(forecast.predictions.candidates, forecast.predictions.device_used_bytes, strict=True))
+    own = space.params(space.baseline)
+    for samples, result in simulated.items():
+        found = used[space.candidate({**own, "per_device_eval_batch_size": samples})] - forecast.context_bytes
+        assert found == pytest.approx(result.peak_allocated_bytes, rel=0.02)  # which rounds nothing

@@ -37,11 +37,11 @@ class Parts:
         """At least what is held all the time: the peak of the phase that needs least, once the training runs."""
         return _held(self.peaks)
 
-    def with_evaluated(self, evaluated: "Evaluated | None") -> "Parts":
-        """These parts and the evaluation within the training, if there is one."""
+    def with_evaluated(self, evaluated: "Evaluated | None", *, least: bool = False) -> "Parts":
+        """These parts and the evaluation within the training, if there is one; with `least` as far as it was traced."""
         if evaluated is None:
             return self
-        return replace(self, peaks={**self.peaks, EVALUATION: evaluated.at(self)})
+        return replace(self, peaks={**self.peaks, EVALUATION: evaluated.at(self, least=least)})
 
     def with_engine(self, engine: Engine | None, prompt_tokens: int) -> "Parts":
         """These parts and those of a rollout engine, which no mass model has among its own."""
@@ -89,10 +89,14 @@ class Evaluated:
         (shape,), (held,) = parts.shapes, parts.held_bytes
         return cls(peak_bytes=peak_bytes, held_bytes=float(held), prompt=prompt, completion=shape.completion)
 
-    def at(self, parts: Parts) -> Floats:
-        """Its peak bytes in trainings of other shapes; a lower bound where their completions have other lengths."""
-        tokens = np.array([self.prompt + shape.completion for shape in parts.shapes], float)
-        share = np.minimum(1.0, tokens / max(1, self.prompt + self.completion)) if self.completion else 1.0
+    def at(self, parts: Parts, *, least: bool) -> Floats:
+        """Its peak bytes in trainings of other shapes: where completions have another length, in proportion to that.
+
+        With `least` those have what is held throughout and no more.
+        """
+        completions = np.array([shape.completion for shape in parts.shapes], float)
+        share = (self.prompt + completions) / max(1, self.prompt + self.completion)
+        share = np.where(completions == self.completion, 1.0, 0.0 if least else share)
         return np.asarray(parts.held_bytes + share * (self.peak_bytes - self.held_bytes), dtype=np.float64)
 
     def to_json(self) -> dict[str, float]:

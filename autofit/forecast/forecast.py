@@ -160,7 +160,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
             live[places], least[places] = told.live_bytes[order], told.least_live_bytes[order]
             step[places], rollout[places] = told.parts.step_s[order], told.parts.before_update_s[order]
             if told.source is Source.WHOLE and not problem:
-                floor[places] = context_bytes + told.live_bytes[order]
+                floor[places] = context_bytes + told.least_live_bytes[order]
             sources[places] = told.source
     predictions = Predictions(
         candidates=found.candidates, floor_bytes=floor, device_used_bytes=context_bytes + live, step_s=step,

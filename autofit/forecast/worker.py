@@ -449,7 +449,8 @@ class Structure:
         shape = Shape(want["B"], want["accumulation"], want["chunk"], want.get("C", 0), want.get("r", 0))
         told = Parts.of(model, recording.layers, (shape,))
         peak = seen.peaks.pop(EVALUATION, None)
-        evaluated = None if peak is None else Evaluated.of(peak, told, prompt=self._prompt_tokens)
+        prompt = int(self._worst_case.get("prompt_tokens", 0))
+        evaluated = None if peak is None else Evaluated.of(peak, told, prompt=prompt)
         top = max(seen.peaks.values())
         bytes_frac = max(
             abs((float(told.peaks[phase][0]) if phase in told.peaks else 0.0) - peak) / top
