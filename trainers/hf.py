@@ -17,6 +17,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import SampleLengths
 from autofit.plugin.protocol import Facts, Inspection
+from autofit.recipe.keys import evaluates
 
 from . import hf_training
 from .common import (
@@ -47,6 +48,15 @@ from .trl_config import TrlConfig
 
 # with a model beside, or without logits of all tokens: each candidate is traced
 _OTHER_OBJECTIVES = ("gkd", "embed", "rerank", "diffusion", "ebft")
+
+
+def _not_evaluated(resolved: Mapping[str, object]) -> tuple[str, ...]:
+    """The note of a recipe whose evaluation is not simulated."""
+    if resolved["objective"] == "ebft":
+        return ("evaluation is not simulated with objective ebft, whose loss trains by itself",)
+    if resolved["sequence_parallel_size"] != 1:
+        return ("evaluation is not simulated where ranks share their samples",)
+    return ()
 
 
 class HfTrainer(SamplesTrainer):
@@ -102,7 +112,8 @@ class HfTrainer(SamplesTrainer):
         apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
         apart = apart or facts.resolved["expert_parallel_size"] != 1
         other = other or apart or facts.resolved["objective"] in _OTHER_OBJECTIVES
-        return replace(facts, forecasts=facts.forecasts and not other)
+        unseen = _not_evaluated(facts.resolved) if evaluates(facts.resolved) else ()
+        return replace(facts, forecasts=facts.forecasts and not other, notes=(*facts.notes, *unseen))
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
@@ -129,7 +140,8 @@ class HfTrainer(SamplesTrainer):
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
             row = _row(config, worst_case)
-            trainer = made(config, repeated(row, config), evaluation=one_batch(row, config))
+            evaluated = None if _not_evaluated(config.resolved) else one_batch(row, config)
+            trainer = made(config, repeated(row, config), evaluation=evaluated)
         if (gpu := active_gpu()) is not None and config.training.engine_share:  # vLLM's share is of the whole card
             gpu.memory.allocate(int(config.training.engine_share * gpu.spec.capacity_bytes), "vLLM", "vLLM")
         trainer.repeats_one_row = trainer.masks_all = True
