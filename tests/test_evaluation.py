@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ from at_once import probed
 from fakegpu.tiny_trainers import Case as Model
 from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
 from probed_anew import probed_anew
+from rank_peaks import real_peaks
 from trl.trainer import dpo_trainer, sft_trainer
 
 from autofit.fakegpu import fake_gpu
 from autofit.forecast.forecast import Forecaster
 from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase
+from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launch import LAUNCH, Launch, Sharding
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space
 from autofit.trainers import hf_training
@@ -102,10 +105,10 @@ def recipe_of(trainer: str, folder: Path, model: Path, **changes: object) -> dic
     }  # fmt: skip
 
 
-def trained(trainer: str, values: Mapping[str, object], folder: Path) -> list[str]:
+def trained(trainer: str, values: Mapping[str, object], folder: Path, device: str = "cpu") -> list[str]:
     """The phases of a probe's training, which evaluates after its second step."""
-    report, worst_case = Evaluates(), WorstCase(path=folder / "worst_case.json")
-    task = Task(device="cpu", output=folder / "probe", worst_case=worst_case, steps=2)
+    report, worst_case = Evaluates(), WorstCase(path=worst_case_path(folder))
+    task = Task(device=device, output=folder / "probe", worst_case=worst_case, steps=2)
     run: Any = load(trainer).build(values, task)
     run.train(report)
     return report.phases
@@ -128,10 +131,10 @@ def probe_of(
     return result
 
 
-def peak_of_fakes(trainer: str, values: Mapping[str, object], folder: Path) -> int:
+def peak_of_fakes(trainer: str, values: Mapping[str, object], folder: Path, device: str = "cpu") -> int:
     gc.collect()
     with fake_gpu("h100", mode="cpu", enforce_capacity=False) as gpu:
-        trained(trainer, values, folder)
+        trained(trainer, values, folder, device)
     return gpu.peak_requested_bytes
 
 
@@ -142,7 +145,7 @@ def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model
     torch.set_num_threads(1)
     trainer, changes = CASES[name]
     values = recipe_of(trainer, tmp_path, small_model, **changes)
-    recipes.inspect(trainer, values, "cpu", tmp_path / "worst_case.json")
+    recipes.inspect(trainer, values, "cpu", worst_case_path(tmp_path))
     evaluated = values | EVALUATED
     without, fake = (peak_of_fakes(trainer, each, tmp_path) for each in (values, evaluated))
     assert fake > 1.1 * without  # so that it is the evaluation that is compared
@@ -155,7 +158,7 @@ def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model
 def test_a_probe_evaluates_as_the_run_does(trainer: str, small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     values = recipe_of(trainer, tmp_path, small_model, **EVALUATED, **LORA, bf16=True, dtype="bfloat16")
-    recipes.inspect(trainer, values, "cpu", tmp_path / "worst_case.json")
+    recipes.inspect(trainer, values, "cpu", worst_case_path(tmp_path))
 
     def run() -> None:  # weights from a file are in no allocator
         with random_weights(MADE_BY[trainer]):
@@ -196,7 +199,10 @@ def test_a_probe_of_a_device_evaluates_before_it_saves(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "launch"), [("sft", Launch()), ("grpo", Launch()), ("hf", Launch(ranks=2))])
+@pytest.mark.parametrize(
+    ("trainer", "launch"),
+    [("sft", Launch()), ("grpo", Launch()), ("hf", Launch(ranks=2)), ("sft", Launch(ranks=2, sharding="fsdp2"))],
+)
 def test_few_layers_evaluate_as_all_do(
     trainer: str, launch: Launch, tmp_path: Path, small_model: Path, fork_server: ForkServer
 ) -> None:
@@ -239,3 +245,26 @@ def test_a_forecast_counts_the_evaluation(
     for samples, result in simulated.items():
         found = used[space.candidate({**own, "per_device_eval_batch_size": samples})] - forecast.context_bytes
         assert found == pytest.approx(result.peak_allocated_bytes, rel=0.02)  # which rounds nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "sharding"), [("sft", "fsdp2"), ("hf", "fsdp2")])
+def test_each_of_several_ranks_evaluates_a_batch_with_the_bytes_of_real_ones(
+    trainer: str, sharding: Sharding, tmp_path: Path, small_model: Path, fork_server: ForkServer
+) -> None:
+    launch = Launch(ranks=2, sharding=sharding)
+    values = recipe_of(trainer, tmp_path, small_model, **LORA)
+    values |= {**EVALUATED, "dataset_name": str(tmp_path / "data"), LAUNCH: launch.to_values()}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    found = prepare(tmp_path / "run.yaml", trainer=trainer, device="cpu", folder=tmp_path, server=fork_server)
+    real = real_peaks(replace(found, folder=tmp_path), launch, tmp_path / "ranks", fork_server)
+    plain = {key: value for key, value in found.values.items() if key not in (LAUNCH, "use_cpu")}
+    for rank in real:
+        with simulated_rank(launch, rank.rank):
+            peaks = [
+                peak_of_fakes(trainer, plain | more, tmp_path, device="sim:h100")
+                for more in ({"eval_strategy": "no"}, {})
+            ]
+        print(f"rank {rank.rank}: real {rank.allocator_bytes}, simulated {peaks}")
+        assert peaks[1] > 1.1 * peaks[0]
+        assert peaks[1] == pytest.approx(rank.allocator_bytes, abs=2**16)  # gloo has copies
