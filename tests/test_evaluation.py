@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import recipes
 import torch
@@ -19,7 +20,12 @@ from rank_peaks import real_peaks
 from trl.trainer import dpo_trainer, sft_trainer
 
 from autofit.fakegpu import fake_gpu
+from autofit.forecast.bounds import Bounds, Known
+from autofit.forecast.crash import Crash
 from autofit.forecast.forecast import Forecaster
+from autofit.forecast.levers import MICRO
+from autofit.forecast.predictions import Predictions
+from autofit.forecast.structures import as_evaluated, most_evaluated
 from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
@@ -27,7 +33,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
-from autofit.space.knob import space_knobs
+from autofit.space.knob import Knob, space_knobs
 from autofit.space.space import Space
 from autofit.trainers import hf_training
 from autofit.trainers.common import random_weights
@@ -268,3 +274,71 @@ def test_each_of_several_ranks_evaluates_a_batch_with_the_bytes_of_real_ones(
         print(f"rank {rank.rank}: real {rank.allocator_bytes}, simulated {peaks}")
         assert peaks[1] > 1.1 * peaks[0]
         assert peaks[1] == pytest.approx(rank.allocator_bytes, abs=2**16)  # gloo has copies
+
+
+# -- a smaller batch of it ---------------------------------------------------------------------------------------------
+
+EVAL = "per_device_eval_batch_size"
+KNOBS = (
+    Knob(name="per_device_train_batch_size", tier="neutral", solved=True, memory_ascending=True),
+    Knob(name=EVAL, tier="neutral", values=(1, "x0.25", "x0.5"), memory_ascending=True, needs=("evaluation",)),
+)
+
+
+def space_of(**changes: object) -> Space:
+    return Space.of(recipes.grpo_recipe(**{EVAL: 16, "num_generations_eval": 4, **changes}), KNOBS, device="sim:l4")
+
+
+def test_the_batch_of_an_evaluation_varies_in_whole_groups_and_only_where_there_is_one() -> None:
+    assert dict(zip([knob.name for knob in KNOBS], space_of(eval_strategy="steps").choices, strict=True))[EVAL] == (
+        4, 8, 16,
+    )  # fmt: skip
+    for without in ({}, {"eval_strategy": "no"}, {"eval_strategy": False}):
+        space = space_of(**without)
+        assert EVAL not in [knob.name for knob in space.knobs]
+        assert not space.left_out
+        assert not space.idle
+
+
+def test_a_search_takes_the_largest_batch_with_which_something_is_predicted_to_fit() -> None:
+    space = space_of(eval_strategy="epoch")
+    assert {c.values[1] for c in as_evaluated(space).allowed()} == {16}
+    assert {c.values[1] for c in as_evaluated(space, 8).allowed()} == {8, 16}
+    assert as_evaluated(as_evaluated(space)) == as_evaluated(space)
+    candidates = tuple(space.allowed())
+    used = np.array([5e9 + 1e9 * float(c.values[1]) for c in candidates])  # type: ignore[arg-type]
+    found = Predictions(candidates=candidates, floor_bytes=0 * used, device_used_bytes=used, step_s=used)
+    assert most_evaluated(space, found, int(14e9)) == 8
+    assert most_evaluated(space, found, int(13.1e9)) == 4  # the allocator reserves a little more than is live
+    assert most_evaluated(space, found, int(9.1e9)) == 4
+    assert most_evaluated(space, found, int(8e9)) is None
+
+
+def test_only_the_batch_of_an_evaluation_is_expected_to_change_it() -> None:
+    recipe = recipes.grpo_recipe(eval_strategy="epoch", **{EVAL: 16})
+    held = {"weights": 10, "logits": 160}
+    known = Known(at={}, parts={"update": held, "evaluation": held}, outside_bytes=0, context_bytes=0)
+    bounds = Bounds(recipe, {MICRO: 4, EVAL: 16, "gradient_checkpointing": False, "activation_offloading": False})
+    for spared in ({MICRO: 1}, {"gradient_checkpointing": True}, {"activation_offloading": True}):
+        assert bounds.least_bytes(known, spared) == 170
+    assert bounds.least_bytes(known, {EVAL: 4}) == 170  # the update
+    assert bounds.least_bytes(known, {EVAL: 4, MICRO: 1}) == 10 + 40
+
+
+def test_where_it_stops_is_said_by_the_samples_that_are_evaluated_at_once() -> None:
+    crash = Crash(phase="evaluation", over_bytes=1, tokens=2048, evaluated=8)
+    assert crash.where == "evaluation of 8 samples at once (2,048 tokens each)"
+    assert "evaluated" not in Crash(phase="update", over_bytes=1).to_json()
+
+
+def test_a_group_that_an_evaluation_would_split_is_no_candidate_as_trl_refuses_it() -> None:
+    groups = Knob(name="num_generations", tier="recipe", values=(2, 3, 4))
+    space = {
+        name: Space.of(recipes.grpo_recipe(
+            per_device_train_batch_size=12, gradient_accumulation_steps=1, steps_per_generation=1,
+            generation_batch_size=12, num_generations=4, eval_strategy=name, **{EVAL: 8}
+        ), (groups,), allow="recipe", device="sim:l4")
+        for name in ("no", "epoch")
+    }  # fmt: skip
+    found = {name: {candidate.values for candidate in each.allowed()} for name, each in space.items()}
+    assert found == {"no": {(2,), (3,), (4,)}, "epoch": {(2,), (4,)}}

@@ -191,7 +191,9 @@ class TrlTrainer:
         """TRL's `trainer` as a run."""
         samples = samples_per_step(config)
         phases = {**self.phases, **(self.phases_of_ranks if trainer.accelerator.num_processes > 1 else {})}
-        return self.run_class(trainer, phases=phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
+        run = self.run_class(trainer, phases=phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
+        run.evaluates = config.evaluates and trainer.eval_dataset is not None
+        return run
 
     def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
         standing_in = offline.overrides(values, worst_case.folder)

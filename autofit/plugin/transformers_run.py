@@ -87,6 +87,7 @@ class TransformersRun:
     optimizer step is `update` or `optimizer`.
     """
 
+    evaluates = False  # whether its evaluation is one batch, made to be asked for by a probe
     weighs_samples_alike = False  # whether a smaller last micro-batch of an epoch counts by its samples or tokens
 
     def __init__(
@@ -131,7 +132,7 @@ class TransformersRun:
         return int(self.trainer.state.max_steps)
 
     def train(self, report: Report, *, resume_from: Path | None = None) -> None:
-        self._reporter = reporter = _Reporter(report, self.trainer)
+        self._reporter = reporter = _Reporter(report, self.trainer, evaluates=self.evaluates)
         _report_saves(self.trainer, reporter, report)
         for path, phase in self._phases.items():
             _report_phase(self.trainer, path, phase, report)
@@ -270,8 +271,8 @@ def _own_place(arguments: Any) -> Iterator[None]:
 class _Reporter(TrainerCallback):  # type: ignore[misc]
     """Passes on what transformers says, and says back what the receiver wants."""
 
-    def __init__(self, report: Report, trainer: Any) -> None:
-        self._report = report
+    def __init__(self, report: Report, trainer: Any, *, evaluates: bool) -> None:
+        self._report, self._evaluates = report, evaluates
         self._trainer = trainer
         self._requested = False
 
@@ -308,8 +309,7 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
         self._requested = wanted.save and not control.should_save
         control.should_save = control.should_save or wanted.save
         control.should_training_stop = control.should_training_stop or wanted.stop
-        evaluates = wanted.evaluate and self._trainer.eval_dataset is not None
-        control.should_evaluate = control.should_evaluate or evaluates
+        control.should_evaluate = control.should_evaluate or (wanted.evaluate and self._evaluates)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: object) -> None:
         if logs and "loss" in logs:

@@ -134,11 +134,8 @@ class Recipe:
     @property
     def evaluated_group(self) -> int:
         """Completions of one prompt in an evaluation."""
-        return (
-            self.integer(key)
-            if (key := self.keys.evaluation_group) and self.resolved.get(key)
-            else self.num_generations
-        )
+        key = self.keys.evaluation_group
+        return self.integer(key) if key is not None and self.resolved.get(key) else self.num_generations
 
     @property
     def max_completion_tokens(self) -> int | None:

@@ -29,7 +29,7 @@ from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.foreign import Explanation
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
-from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
+from autofit.plugin.protocol import BEFORE_UPDATE, EVALUATION, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.catalogue import by_name_only
@@ -44,7 +44,7 @@ from autofit.web.pasted import read, write_config
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
-_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, SAVE)
+_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)
 Told = dict[str, object]
 
 
