@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.files import read_json, write_json
-from autofit.plugin.protocol import Report, Task, WorstCase
+from autofit.plugin.protocol import Control, Report, Task, WorstCase
 from autofit.probing.fork_server import ForkServer, call_ranks
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.supervise import free_port
@@ -79,7 +79,7 @@ def measure(request_path: str) -> int:
 
     def train() -> None:
         run = trainer.build(values, task)
-        run.train(Report())
+        run.train(_Evaluating())
         del run
         gc.collect()
 
@@ -96,6 +96,13 @@ def measure(request_path: str) -> int:
     assert found is not None, "the profiler missed a free in every record"
     write_json(Path(str(asked["answer"])), asdict(found))
     return 0
+
+
+class _Evaluating(Report):
+    """Asks for an evaluation after the last step, which there is if the recipe has one."""
+
+    def step_ends(self, step: int) -> Control:
+        return Control(evaluate=step == STEPS)
 
 
 def _recorded(train: Callable[[], None], rank: int) -> RealPeak | None:

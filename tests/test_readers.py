@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from tiny import write_model
 
@@ -87,47 +86,30 @@ def test_llama_factory_keeps_a_frozen_model_in_16_bits_and_lora_in_float32(tmp_p
     assert not found.launch
 
 
-def evaluates(found: Foreign) -> str:
-    """What a file's notes say of its evaluation; "" for nothing."""
-    return next((note for note in found.notes if note.startswith("evaluation is not simulated")), "")
+def evaluated(found: Foreign) -> object:
+    """Samples that a file evaluates at once within its training; None where it does not evaluate."""
+    assert (found.values.get("eval_strategy") == "epoch") == ("per_device_eval_batch_size" in found.values)
+    return found.values.get("per_device_eval_batch_size")
 
 
-def test_a_file_that_evaluates_more_at_once_than_it_trains_is_told_the_bytes_of_those_logits(tmp_path: Path) -> None:
+def test_a_file_that_evaluates_is_a_recipe_that_does(tmp_path: Path) -> None:
     on = {"eval_strategy": "steps", "val_size": 0.1}
-    assert evaluates(of_yaml(tmp_path, {**LLAMA, **on})) == (
-        "evaluation is not simulated, and takes 8 samples at once (by LLaMA-Factory's default "
-        "per_device_eval_batch_size), training 1; their logits are at most 8 x 2,048 tokens x 151,936 words x 10 bytes "
-        "= 24.89 GB"
-    )
-    for silent in ({}, {**on, "per_device_eval_batch_size": 1}, {**on, "per_device_train_batch_size": 8},
-                    {**on, "eval_strategy": "no"}):  # fmt: skip
-        assert evaluates(of_yaml(tmp_path, {**LLAMA, **silent})) == ""
-    pairs = evaluates(of_yaml(tmp_path, {**LLAMA, **on, "stage": "dpo"}))
-    assert "8 samples at once" in pairs
-    assert "logits" not in pairs
+    llama = of_yaml(tmp_path, {**LLAMA, **on})
+    assert evaluated(llama) == 8  # transformers' default
+    assert llama.defaults["per_device_eval_batch_size"] == 8
+    assert evaluated(of_yaml(tmp_path, {**LLAMA, "do_eval": True, "per_device_eval_batch_size": 2})) == 2
+    for silent in ({}, {**on, "eval_strategy": "no"}):
+        assert evaluated(of_yaml(tmp_path, {**LLAMA, **silent})) is None
     axolotl = {**AXO, "val_set_size": 0.1}
-    assert evaluates(of_yaml(tmp_path, axolotl)) == ""
-    assert "3 samples at once (eval_batch_size), training 2" in evaluates(
-        of_yaml(tmp_path, {**axolotl, "eval_batch_size": 3})
-    )
-    many = SWIFT.rstrip() + " --per_device_eval_batch_size 4 --split_dataset_ratio "
-    assert "4 samples at once" in evaluates(of_script(tmp_path, many + "0.01\n"))
-    assert evaluates(of_script(tmp_path, many + "0.0\n")) == ""
-
-
-def test_the_logits_of_an_evaluation_take_ten_bytes_a_word() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=50_000, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    with autofit.fake_gpu("a100-80gb") as gpu:
-        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
-        ids = torch.ones(4, 512, dtype=torch.long, device="cuda")
-        before = torch.cuda.memory_allocated()
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            model(input_ids=ids, labels=ids, use_cache=False)
-        taken = gpu.peak_allocated_bytes - before
-    assert taken == pytest.approx(10 * 4 * 512 * 50_000, rel=0.02)
+    assert evaluated(of_yaml(tmp_path, axolotl)) is None  # it never says when
+    assert evaluated(of_yaml(tmp_path, {**axolotl, "evals_per_epoch": 2})) == 2  # as many as it trains
+    fewer = of_yaml(tmp_path, {**axolotl, "eval_steps": 0.1, "eval_batch_size": 3})
+    assert (evaluated(fewer), fewer.keys["per_device_eval_batch_size"]) == (3, "eval_batch_size")
+    swift = SWIFT.rstrip() + " --split_dataset_ratio "
+    assert evaluated(of_script(tmp_path, swift + "0.01\n")) == 1
+    assert evaluated(of_script(tmp_path, swift + "0.01 --per_device_eval_batch_size 4\n")) == 4
+    assert evaluated(of_script(tmp_path, swift + "0.01 --eval_strategy no\n")) is None
+    assert evaluated(of_script(tmp_path, swift + "0.0\n")) is None
 
 
 @pytest.mark.parametrize(

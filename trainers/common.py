@@ -229,8 +229,15 @@ def real(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:
     return made(kind, config, train_dataset=split(config), eval_dataset=evaluation, **more)
 
 
-def probed(kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], **more: Any) -> Any:
-    """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`."""
+def probed(
+    kind: Callable[..., Any], module: ModuleType, config: TrlConfig, row: Mapping[str, Any], *,
+    evaluated: Mapping[str, Any] | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """A trainer with random weights, whose dataset repeats `row` for every step of a probe; `more` as for `real`.
+
+    A recipe that evaluates does so on a batch of the row `evaluated`; None: of `row`.
+    """
+    more["eval_dataset"] = one_batch(evaluated or row, config)
     with random_weights(module):
         trainer = made(kind, config, train_dataset=repeated(row, config), **more)
     trainer.repeats_one_row = True
@@ -241,6 +248,18 @@ def repeated(row: Mapping[str, Any], config: TrlConfig) -> Dataset:
     """A dataset of `row` alone, for every step of a probe."""
     count = samples_per_step(config) * int(config.training.world_size) * (config.training.max_steps + 1)
     return Dataset.from_list([dict(row)]).select([0] * count)
+
+
+def one_batch(row: Mapping[str, Any], config: TrlConfig, *, samples_of_row: int = 1) -> Dataset | None:
+    """The rows of one batch of the evaluation on every rank; None for a recipe that does not evaluate.
+
+    The trainer makes `samples_of_row` samples of each row. No metrics are computed of the predictions, so a batch
+    leaves only its loss behind (Trainer.evaluate, `prediction_loss_only`), and a second one takes as much.
+    """
+    if not config.evaluates:
+        return None
+    samples = int(config.training.per_device_eval_batch_size) * int(config.training.world_size)
+    return Dataset.from_list([dict(row)]).select([0] * max(1, samples // samples_of_row))
 
 
 def made(kind: Callable[..., Any], config: TrlConfig, **more: Any) -> Any:

@@ -15,6 +15,7 @@ from trl import DPOTrainer
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import SampleLengths
+from autofit.plugin.protocol import EVALUATION
 
 from .common import (
     Counts,
@@ -29,7 +30,7 @@ from .common import (
     train_rows,
 )
 from .keys import COMPARED, dpo_tiers
-from .rows import Collator, padded, place_of, shorter_pair
+from .rows import pad, place_of, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -41,15 +42,26 @@ class _Prepared(PreparedRows, DPOTrainer):  # type: ignore[misc]
 
     scoring_share = 0.0  # calls of `score_reference` per optimizer step of the real run
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._scored: dict[str, list[Any]] = {}  # {"train" or "eval": the pairs of a batch}
+        super().__init__(*args, **kwargs)
+
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        self._scored = [dataset[0]] * batch_size
+        self._scored[name] = [dataset[0]] * batch_size
         zeros = [0.0] * len(dataset)
         return dataset.add_column("ref_chosen_logps", zeros).add_column("ref_rejected_logps", zeros)
 
     def score_reference(self) -> None:
         """Score one micro-batch, as in TRL's pass over the dataset before training."""
+        self._score("train")
+
+    def score_evaluated(self) -> None:
+        """Score one batch of the evaluation, as in TRL's pass over its dataset before training."""
+        self._score("eval")
+
+    def _score(self, name: str) -> None:
         scores = self.compute_ref_log_probs(
-            self.ref_model or self.model, self._prepare_inputs(self.data_collator(self._scored))
+            self.ref_model or self.model, self._prepare_inputs(self.data_collator(self._scored[name]))
         )
         torch.cat(scores).cpu()
 
@@ -58,6 +70,8 @@ class _Prepared(PreparedRows, DPOTrainer):  # type: ignore[misc]
             if active_gpu() is None:  # the first pass of a process also loads kernels: the last one's seconds count
                 self.score_reference()
             self.score_reference()
+            if "eval" in self._scored:
+                self.score_evaluated()
         return super().train(*args, **kwargs)
 
 
@@ -103,7 +117,9 @@ class DpoTrainer(SamplesTrainer):
     """`trl dpo`. The reference is scored within the update, or with `precompute_ref_log_probs` before training."""
 
     name = "dpo"
-    phases = MappingProxyType({"score_reference": "scoring", "_save_checkpoint": "save"})
+    phases = MappingProxyType({
+        "score_reference": "scoring", "score_evaluated": EVALUATION, "_save_checkpoint": "save",
+    })  # fmt: skip
     auto_class = AutoModelForCausalLM
     tiers = staticmethod(dpo_tiers)
     compared = (*COMPARED, "loss_type", "beta", "precompute_ref_log_probs")
@@ -119,9 +135,7 @@ class DpoTrainer(SamplesTrainer):
         with _weights_unhashed():
             trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case))
         trainer.scoring_share = _scoring_share(config, worst_case)
-        if padded(config, worst_case):
-            shorter = partial(shorter_pair, limit=config.training.max_length)
-            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
+        pad(trainer, config, worst_case, partial(shorter_pair, limit=config.training.max_length))
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -28,7 +28,7 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import SampleLengths
 from autofit.plugin.protocol import Facts, Inspection, Task
 
-from .common import dataset_name, made, random_model, random_weights, real, samples_per_step, short, split
+from .common import dataset_name, made, one_batch, random_model, random_weights, real, samples_per_step, short, split
 from .features import Features
 from .image_prompts import has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
 from .images import StandInProcessor
@@ -244,9 +244,11 @@ class RolloutTrainer(TrlTrainer):
         longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
         with random_weights(self.trl_module), random_reward_models(self.trl_module), _engine_without_weights():
             rows = _repeat(worst_case["rows"], training)
+            group = int(training.num_generations_eval or training.num_generations)
             images = {"processing_class": processor_of(config)} if "images" in worst_case else {}
             trainer = made(
                 self.trl_class, config, reward_funcs=rewards, train_dataset=rows,
+                eval_dataset=one_batch(rows[0], config, samples_of_row=group),
                 reward_processing_classes=tokenizers(rewards, longest), **images,
             )  # fmt: skip
         for reward in rewards:

@@ -17,6 +17,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.plugin.padding import SampleLengths
 from autofit.plugin.protocol import Facts, Inspection
+from autofit.recipe.keys import evaluates
 
 from . import hf_training
 from .common import (
@@ -27,6 +28,7 @@ from .common import (
     fitted,
     largest_rows,
     lengths,
+    one_batch,
     random_weights,
     repeated,
     samples_per_step,
@@ -40,12 +42,21 @@ from .hf_script import SAMPLES, TOKENS
 from .hf_training import architecture_of, made, tokenizer_of
 from .keys import COMPARED, hf_tiers
 from .keys import SAMPLES as SAMPLES_KEYS
-from .rows import Collator, padded, place_of
+from .rows import pad, place_of
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
 # with a model beside, or without logits of all tokens: each candidate is traced
 _OTHER_OBJECTIVES = ("gkd", "embed", "rerank", "diffusion", "ebft")
+
+
+def _not_evaluated(resolved: Mapping[str, object]) -> tuple[str, ...]:
+    """The note of a recipe whose evaluation is not simulated."""
+    if resolved["objective"] == "ebft":
+        return ("evaluation is not simulated with objective ebft, whose loss trains by itself",)
+    if resolved["sequence_parallel_size"] != 1:
+        return ("evaluation is not simulated where ranks share their samples",)
+    return ()
 
 
 class HfTrainer(SamplesTrainer):
@@ -101,7 +112,8 @@ class HfTrainer(SamplesTrainer):
         apart = facts.resolved["sequence_parallel_size"] != 1 or bool(facts.resolved["host_experts"])
         apart = apart or facts.resolved["expert_parallel_size"] != 1
         other = other or apart or facts.resolved["objective"] in _OTHER_OBJECTIVES
-        return replace(facts, forecasts=facts.forecasts and not other)
+        unseen = _not_evaluated(facts.resolved) if evaluates(facts.resolved) else ()
+        return replace(facts, forecasts=facts.forecasts and not other, notes=(*facts.notes, *unseen))
 
     def run(self, trainer: Any, config: TrlConfig, tokens_per_step: int | None = None) -> TrlRun:
         run = super().run(trainer, config, tokens_per_step)
@@ -127,12 +139,14 @@ class HfTrainer(SamplesTrainer):
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         with random_weights(hf_training):
-            trainer = made(config, repeated(_row(config, worst_case), config))
+            row = _row(config, worst_case)
+            evaluated = None if _not_evaluated(config.resolved) else one_batch(row, config)
+            trainer = made(config, repeated(row, config), evaluation=evaluated)
         if (gpu := active_gpu()) is not None and config.training.engine_share:  # vLLM's share is of the whole card
             gpu.memory.allocate(int(config.training.engine_share * gpu.spec.capacity_bytes), "vLLM", "vLLM")
         trainer.repeats_one_row = trainer.masks_all = True
-        if padded(config, worst_case) and not config.training.packing:
-            trainer.data_collator = Collator(trainer.data_collator, shorter, worst_case)
+        if not config.training.packing:
+            pad(trainer, config, worst_case, shorter)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -10,11 +10,12 @@ from autofit.recipe.keys import BatchKeys, Tier
 
 SPLIT, ROLLOUT = "per_device_train_batch_size", "steps_per_generation"
 RANKS = "launch.ranks"
-SAMPLES = BatchKeys(length="max_length")
+SAMPLES = BatchKeys(length="max_length", evaluation="per_device_eval_batch_size")
 ROLLOUTS = BatchKeys(
     rollout=ROLLOUT, rollout_batch="generation_batch_size", group="num_generations", reuse="num_iterations",
     completion="max_completion_length", engine_share="vllm_gpu_memory_utilization",
-    engine_length="vllm_max_model_length",
+    engine_length="vllm_max_model_length", evaluation="per_device_eval_batch_size",
+    evaluation_group="num_generations_eval",
 )  # fmt: skip
 _SPLIT_CHANGES_DPO = ("aot", "aot_unpaired", "sft")  # losses that sort, or average tokens, within a micro-batch
 _ROLLOUT_CHANGES_GRPO = ("dapo", "cispo", "vespo", "bnpo")

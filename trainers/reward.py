@@ -26,7 +26,7 @@ from .common import (
     train_rows,
 )
 from .keys import COMPARED
-from .rows import Collator, padded, place_of, shorter_pair
+from .rows import pad, place_of, shorter_pair
 from .trl import SamplesTrainer
 from .trl_config import TrlConfig
 
@@ -75,8 +75,7 @@ class RewardModelTrainer(SamplesTrainer):
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> RewardTrainer:
         trainer = probed(_Prepared, trl_reward, config, _row(config, worst_case))
-        if padded(config, worst_case):
-            trainer.data_collator = Collator(trainer.data_collator, shorter_pair, worst_case)
+        pad(trainer, config, worst_case, shorter_pair)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -66,6 +66,35 @@ class Collator:
         return self._collate(cut)
 
 
+def pad(trainer: Any, config: TrlConfig, worst_case: Mapping[str, Any], shorter: Callable[[Row, int], Row]) -> None:
+    """Let the batches of a probe have padding, of rows cut with `shorter`, if the worst ones have.
+
+    A batch of the evaluation has more samples than a micro-batch, or fewer.
+    """
+    training, unpadded = config.training, trainer.data_collator
+    collator = Collator(unpadded, shorter, worst_case)
+    if padded(config, worst_case):
+        trainer.data_collator = collator
+    samples, limit = int(training.per_device_eval_batch_size), getattr(training, "max_length", None)
+    evaluated = collator if is_padded(worst_case, samples, limit) else unpadded
+    if config.evaluates and evaluated is not trainer.data_collator:
+        _evaluate_with(trainer, evaluated)
+
+
+def _evaluate_with(trainer: Any, collator: Any) -> None:
+    """Let batches of the evaluation be made by `collator`, where the trainer has one collator for all."""
+    original = trainer.get_eval_dataloader
+
+    def loader(*args: Any, **kwargs: Any) -> Any:
+        kept, trainer.data_collator = trainer.data_collator, collator
+        try:
+            return original(*args, **kwargs)
+        finally:
+            trainer.data_collator = kept
+
+    trainer.get_eval_dataloader = loader
+
+
 def with_tokens(row: Row, tokens: int, *, first: bool) -> Row:
     """A row cut to its last `tokens`; of a pair each answer with its prompt, and of the `first` the rejected one."""
     if "input_ids" in row:

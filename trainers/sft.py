@@ -31,7 +31,7 @@ from .image_prompts import for_text, has_images, longest_row, note_of, processor
 from .inspection import hashed, keep
 from .keys import COMPARED
 from .offline import or_stated
-from .rows import Collator, padded, place_of, shorter_sample
+from .rows import pad, place_of, shorter_sample
 from .trl import SamplesTrainer, TrlRun
 from .trl_config import TrlConfig
 
@@ -58,13 +58,17 @@ def _slowest(rows: Dataset, counts: Counts) -> int:
     return int(longest[0])
 
 
-def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
-    """The longest row under the candidate's `max_length`; of full length if the recipe's `max_length` cut it."""
+def _row(config: TrlConfig, worst_case: Mapping[str, Any], *, evaluated: bool = False) -> dict[str, Any]:
+    """The longest row under the candidate's `max_length`; of full length if the recipe's `max_length` cut it.
+
+    A row that is `evaluated` may be packed where those that are trained are not.
+    """
     row = dict(worst_case["rows"][0])
     limit = limit_of(config, worst_case)
     count = len(row["input_ids"])
     packing = _packing(config)  # rows that this packing did not make are filled up
     full = worst_case["cut"] or (packing is not None and packing != worst_case.get("packed"))
+    full = full or (evaluated and bool(config.training.eval_packing))
     if limit is not None and (count > limit or full):
         count = limit
     end = config.training.truncation_mode == "keep_end" and count < len(row["input_ids"])
@@ -133,9 +137,9 @@ class SftTrainer(SamplesTrainer):
             row = dict(worst_case["rows"][0])
             return probed(SFTTrainer, trl_sft, config, row, processing_class=processor_of(config))
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
-        trainer = probed(_Prepared, trl_sft, config, _row(config, worst_case), **for_text(config))
-        if padded(config, worst_case):
-            trainer.data_collator = Collator(trainer.data_collator, shorter_sample, worst_case)
+        row, evaluated = _row(config, worst_case), _row(config, worst_case, evaluated=True)
+        trainer = probed(_Prepared, trl_sft, config, row, evaluated=evaluated, **for_text(config))
+        pad(trainer, config, worst_case, shorter_sample)
         return trainer
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.padding import KEPT, SampleLengths
 from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
 from autofit.plugin.transformers_run import TransformersRun
-from autofit.recipe.keys import BatchKeys, Tier
+from autofit.recipe.keys import BatchKeys, Tier, evaluates
 
 from . import offline
 from .common import Counts, lengths, read_worst_case, sampled, samples_per_step, split
@@ -37,8 +37,8 @@ _RESTS = (
     "packing wrapped: the few micro-batches with a row shorter than max_length (the rest of 1,000 samples) have an "
     "attention mask, which is not counted"
 )
-# Keys that a probe sets in every recipe: reports, pushes and plots change neither peak nor step time. An evaluation may
-# have a higher peak than a step; it is not simulated.
+# Keys that a probe sets in every recipe: reports, pushes and plots change neither peak nor step time. An evaluation is
+# asked for by the probe, where the recipe has one.
 QUIET: dict[str, object] = {
     "report_to": "none", "push_to_hub": False, "eval_strategy": "no", "save_strategy": "no", "disable_tqdm": True,
     "logging_steps": 1, "dataloader_num_workers": 0, "resume_from_checkpoint": None,
@@ -172,6 +172,7 @@ class TrlTrainer:
         device = {"use_cpu": True} if task.device == "cpu" else {}
         overrides = {**QUIET, **self.quiet, **device, **standing_in}
         config = self.parse(values, overrides={**overrides, "max_steps": task.steps, "output_dir": str(task.output)})
+        config = replace(config, evaluates=evaluates({k: plain(v) for k, v in values.items()}))
         worst_case = read_worst_case(task.worst_case)
         return self.run(self.probed(config, worst_case), config, self.tokens_per_step(config, worst_case))
 
@@ -190,7 +191,9 @@ class TrlTrainer:
         """TRL's `trainer` as a run."""
         samples = samples_per_step(config)
         phases = {**self.phases, **(self.phases_of_ranks if trainer.accelerator.num_processes > 1 else {})}
-        return self.run_class(trainer, phases=phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
+        run = self.run_class(trainer, phases=phases, samples_per_step=samples, tokens_per_step=tokens_per_step)
+        run.evaluates = config.evaluates and trainer.eval_dataset is not None
+        return run
 
     def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
         standing_in = offline.overrides(values, worst_case.folder)

@@ -18,7 +18,8 @@ from .names import is_trls, parser_of
 class TrlConfig:
     """The parsed arguments of TRL's script: its own, the trainer's, the model's and the datasets'.
 
-    `ranks` is how many train together, where a gradient proof asks; else TRL's own process counts.
+    `ranks` is how many train together, where a gradient proof asks; else TRL's own process counts. `evaluates` is
+    whether the recipe evaluates within its training, which a probe does by itself.
     """
 
     script: Any
@@ -26,6 +27,7 @@ class TrlConfig:
     model: Any
     datasets: Any
     ranks: int = 1
+    evaluates: bool = False
 
     @property
     def resolved(self) -> dict[str, object]:

@@ -25,7 +25,14 @@ from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.structures import WHY_NOT_OFFLOADED, has_room, without, without_offload
+from autofit.forecast.structures import (
+    WHY_NOT_OFFLOADED,
+    as_evaluated,
+    has_room,
+    most_evaluated,
+    without,
+    without_offload,
+)
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
@@ -196,7 +203,7 @@ class _Run:
     def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
-        planned, forecast = self._forecast_without_offload(planned)
+        planned, forecast = self._forecast_as_evaluated(planned)
         plan = replace(planned.plan, predictions=None if forecast is None else forecast.predictions)
         if forecast is not None and plan.device.startswith("sim:"):  # a probe there would crash too
             plan = replace(plan, space=without(plan.space, forecast.crashed))
@@ -263,6 +270,26 @@ class _Run:
     def _showing(self, plan: Plan) -> Callable[[SearchProgress], None] | None:
         show = self._on_progress
         return None if show is None else lambda found: show(_progress(found, plan))
+
+    def _forecast_as_evaluated(self, planned: Planned) -> tuple[Planned, Forecast | None]:
+        """The plan and its forecast with the recipe's own batch of an evaluation, unless nothing is predicted to fit.
+
+        Then the largest is tried with which a candidate is predicted to fit.
+        """
+        plan = planned.plan
+        lean = replace(planned, plan=replace(plan, space=as_evaluated(plan.space)))
+        found, forecast = self._forecast_without_offload(lean)
+        if lean.plan.space is plan.space or forecast is None or plan.limit_bytes is None:
+            return found, forecast
+        if not np.isfinite(forecast.predictions.step_s).any() or has_room(forecast.predictions, plan.limit_bytes):
+            return found, forecast
+        wider, others = self._forecast_without_offload(planned)
+        samples = None if others is None else most_evaluated(plan.space, others.predictions, plan.limit_bytes)
+        if samples is None:
+            return found, forecast
+        key = plan.recipe.keys.evaluation
+        self._note(f"{key} {samples} is tried: nothing fits with {plan.recipe.evaluated_samples}", label="predicted")
+        return replace(wider, plan=replace(wider.plan, space=as_evaluated(wider.plan.space, samples))), others
 
     def _forecast_without_offload(self, planned: Planned) -> tuple[Planned, Forecast | None]:
         """The plan and its forecast; on a simulated card without offloads to the host, unless nothing else fits."""

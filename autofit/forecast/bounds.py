@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, number
+from autofit.plugin.protocol import EVALUATION
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
@@ -96,8 +97,10 @@ class Bounds:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
         if name in (MICRO, keys.budget):
-            scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer")
+            scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer", EVALUATION)
             return number(after) / number(before) if scales else 1.0
+        if name == keys.evaluation:
+            return number(after) / number(before) if category in MADE and phase == EVALUATION else 1.0
         if name == ROLLOUT:
             scales = category in MADE and phase in _ROLLOUT_PHASES
             return number(after) / number(before) if scales else 1.0
@@ -122,6 +125,8 @@ class Bounds:
 
     def _unscaled(self, name: str, phase: str, category: str) -> float:
         """The share that a setting leaves at least whose size is not known: none of what it may remove."""
+        if phase == EVALUATION and name.startswith("activation_"):  # nothing is kept for a backward
+            return 1.0
         if name == SLEEP:
             return 0.0 if category == "vLLM" and phase not in _ROLLOUT_PHASES else 1.0
         if name == "precompute_ref_log_probs":

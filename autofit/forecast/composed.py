@@ -34,7 +34,7 @@ class Told:
     """The prediction of one structure for several shapes."""
 
     parts: Parts
-    least_live_bytes: Floats  # what it may need if the effects do not add up but multiply
+    least_live_bytes: Floats  # what it may need if the effects do not add up but multiply; surely, of a whole model
     source: Source
 
     @property
@@ -82,8 +82,11 @@ class Composer:
             return None
         parts = self._parts(start, shapes)
         if structure == start:
-            parts = parts.with_engine(made.model.engine, self.prompt_tokens)
-            return Told(parts=parts, least_live_bytes=parts.live_bytes, source=Source.WHOLE)
+            engine, prompt = made.model.engine, self.prompt_tokens
+            parts, least = (
+                each.with_engine(engine, prompt) for each in (parts, parts.with_evaluated(made.evaluated, least=True))
+            )
+            return Told(parts=parts, least_live_bytes=least.live_bytes, source=Source.WHOLE)
         if (effects := self._effects(structure, shapes)) is None:
             return None
         seconds, engine = dict(parts.seconds), made.model.engine
@@ -163,7 +166,7 @@ class Composer:
         assert made.model is not None
         key = structure, shapes
         if key not in self._of_whole:
-            self._of_whole[key] = Parts.of(made.model, made.layers, shapes)
+            self._of_whole[key] = Parts.of(made.model, made.layers, shapes).with_evaluated(made.evaluated)
         return self._of_whole[key]
 
     @cached_property

@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass
 
 from autofit.fakegpu.ranks import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
-from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
+from autofit.plugin.protocol import EVALUATION, LOAD, OPTIMIZER, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 from autofit.probing.result import ProbeResult
 from autofit.recipe.recipe import Recipe
 
-_IN_ORDER = (LOAD, WAKE_UP, SYNC, ROLLOUT, SCORING, UPDATE, OPTIMIZER)
+_IN_ORDER = (LOAD, WAKE_UP, SYNC, ROLLOUT, SCORING, UPDATE, OPTIMIZER, EVALUATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Crash:
     sample: int | None = None  # its row in the dataset, counted from 0
     step: int | None = None  # the optimizer step that trains on it, counted from 1: an earlier one may stop too
     tokens: int | None = None  # of the sample, or of the prompt where the trainer generates
+    evaluated: int | None = None  # samples at once, where it stops in the evaluation
 
     @property
     def where(self) -> str:
@@ -28,6 +29,9 @@ class Crash:
             return "load, before the first step"
         if self.phase == OPTIMIZER:
             return "optimizer, at the first step"
+        if self.evaluated is not None:
+            of = "" if self.tokens is None else f" ({self.tokens:,} tokens each)"
+            return f"evaluation of {self.evaluated:,} samples at once{of}"
         longest = [] if self.sample is None else ["the longest"]
         longest += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
         facts = [", ".join(longest)] if longest else []
@@ -36,7 +40,7 @@ class Crash:
         return f"{self.phase} of {'the longest sample' if self.sample is None else f'sample {self.sample:,}'}{about}"
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "evaluated" or value is not None}
 
 
 def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
@@ -46,11 +50,19 @@ def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
     peaks = {p.name: p.peak_allocated_bytes + context for p in result.phases}
     over = [name for name in _IN_ORDER if peaks.get(name, 0) > capacity_bytes]
     phase = over[0] if over else max(peaks, key=lambda name: peaks[name], default=result.oom_phase or UPDATE)
+    evaluates = phase == EVALUATION
     return Crash(
-        phase=phase, over_bytes=max(0, (result.least_capacity_bytes or 0) - capacity_bytes), sample=recipe.longest_row,
-        step=step_of_longest(recipe),
-        tokens=recipe.longest_prompt_tokens if recipe.generates else recipe.longest_sample_tokens,
+        phase=phase, over_bytes=max(0, (result.least_capacity_bytes or 0) - capacity_bytes),
+        sample=None if evaluates else recipe.longest_row, step=None if evaluates else step_of_longest(recipe),
+        evaluated=recipe.evaluated_samples if evaluates else None,
+        tokens=_tokens(recipe, evaluated=evaluates),
     )  # fmt: skip
+
+
+def _tokens(recipe: Recipe, *, evaluated: bool) -> int | None:
+    if recipe.generates:
+        return None if evaluated else recipe.longest_prompt_tokens
+    return recipe.longest_sample_tokens
 
 
 def step_of_longest(recipe: Recipe) -> int | None:

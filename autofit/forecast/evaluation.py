@@ -1,7 +1,7 @@
 """Bytes and seconds of shapes by a mass model, phase by phase."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
 from autofit.forecast.engines import Engine, Rollout, with_engine
 from autofit.forecast.structures import LATER, Shape
-from autofit.plugin.protocol import LOAD, ROLLOUT, SYNC, UPDATE, WAKE_UP
+from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SYNC, UPDATE, WAKE_UP
 
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
 OF_MICRO_BATCH = (UPDATE, *_ONCE)
@@ -31,6 +31,17 @@ class Parts:
         once = model.seconds(values, layers, values["C"])
         seconds = {name: passes(name, shapes, once) * each for name, each in once.items()}
         return cls(shapes=shapes, peaks=model.peaks(values, layers), seconds=seconds)
+
+    @property
+    def held_bytes(self) -> Floats:
+        """At least what is held all the time: the peak of the phase that needs least, once the training runs."""
+        return _held(self.peaks)
+
+    def with_evaluated(self, evaluated: "Evaluated | None", *, least: bool = False) -> "Parts":
+        """These parts and the evaluation within the training, if there is one; with `least` as far as it was traced."""
+        if evaluated is None:
+            return self
+        return replace(self, peaks={**self.peaks, EVALUATION: evaluated.at(self, least=least)})
 
     def with_engine(self, engine: Engine | None, prompt_tokens: int) -> "Parts":
         """These parts and those of a rollout engine, which no mass model has among its own."""
@@ -61,6 +72,40 @@ class Parts:
         """Seconds of an optimizer step before its update."""
         before = [each for segment, each in self.seconds.items() if plain(segment) not in OF_MICRO_BATCH]
         return _sum(before, len(self.shapes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The evaluation in a training of one shape, which was traced: its batch has a size of its own."""
+
+    peak_bytes: float
+    held_bytes: float  # of what the training holds throughout
+    prompt: int  # tokens
+    completion: int
+
+    @classmethod
+    def of(cls, peak_bytes: float, parts: Parts, *, prompt: int) -> "Evaluated":
+        """That with the `parts` of a single shape."""
+        (shape,), (held,) = parts.shapes, parts.held_bytes
+        return cls(peak_bytes=peak_bytes, held_bytes=float(held), prompt=prompt, completion=shape.completion)
+
+    def at(self, parts: Parts, *, least: bool) -> Floats:
+        """Its peak bytes in trainings of other shapes: where completions have another length, in proportion to that.
+
+        With `least` those have what is held throughout and no more.
+        """
+        completions = np.array([shape.completion for shape in parts.shapes], float)
+        share = (self.prompt + completions) / max(1, self.prompt + self.completion)
+        share = np.where(completions == self.completion, 1.0, 0.0 if least else share)
+        return np.asarray(parts.held_bytes + share * (self.peak_bytes - self.held_bytes), dtype=np.float64)
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def _held(peaks: Mapping[str, Floats]) -> Floats:
+    phases = [peak for phase, peak in peaks.items() if phase != LOAD] or list(peaks.values())
+    return np.asarray(np.min(phases, axis=0), dtype=np.float64)
 
 
 def _sum(each: Iterable[Floats], count: int) -> Floats:
@@ -111,9 +156,8 @@ class Sketched:
 
     @property
     def held_bytes(self) -> Floats:
-        """At least what is held all the time: the peak of the phase that needs least, once the training runs."""
-        phases = [peak for phase, peak in self.peaks.items() if phase != LOAD] or list(self.peaks.values())
-        return np.asarray(np.min(phases, axis=0), dtype=np.float64)
+        """As of `Parts`."""
+        return _held(self.peaks)
 
     @classmethod
     def of(cls, model: MassModel, layers: int, shapes: tuple[Shape, ...], *, completion: int, chunk: int) -> "Sketched":

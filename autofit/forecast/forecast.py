@@ -160,7 +160,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
             live[places], least[places] = told.live_bytes[order], told.least_live_bytes[order]
             step[places], rollout[places] = told.parts.step_s[order], told.parts.before_update_s[order]
             if told.source is Source.WHOLE and not problem:
-                floor[places] = context_bytes + told.live_bytes[order]
+                floor[places] = context_bytes + told.least_live_bytes[order]
             sources[places] = told.source
     predictions = Predictions(
         candidates=found.candidates, floor_bytes=floor, device_used_bytes=context_bytes + live, step_s=step,
@@ -226,13 +226,19 @@ class _Requests:
     def whole(self, structure: Structure) -> Request:
         """A model of all variables, tested with all layers at one of the structure's shapes."""
         shapes = [self.found.shapes[p] for p in self.found.places.get(structure, ())] or self.found.shapes
-        held = min(shapes, key=_trace_size)
+        held = min(self._evaluated_alike(shapes), key=_trace_size)
         hold_out = {
             "B": held.micro, "accumulation": min(held.accumulation, 2 * held.chunk), "chunk": held.chunk,
             "r": held.rank, "C": held.completion,
         }  # fmt: skip
         sizes = {"B": _span(s.micro for s in shapes), "G": _span(s.generated for s in shapes)}
         return {**self._common(structure), "hold_out": hold_out, "ranges": sizes | self._lengths_and_ranks(shapes)}
+
+    def _evaluated_alike(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        """Those of `shapes` with the recipe's own completions, where it evaluates: its evaluation is traced there."""
+        own = shape_of(self.found.space, self.found.space.baseline)
+        alike = [shape for shape in shapes if (shape.completion, shape.rank) == (own.completion, own.rank)]
+        return alike if self.found.space.recipe.evaluated_samples and alike else shapes
 
     def sketch(self, structure: Structure) -> Request:
         """A model of the micro-batch alone, at the recipe's own completion length and rank, without a test."""
@@ -249,7 +255,7 @@ class _Requests:
             "architecture": recipe.architecture_hash, "device": self.device, "worst_case": str(self.worst_case),
             "values": merge(recipe.values, space.yaml_changes(self.found.representative(structure))),
             "large": settings[LARGE], "padded": settings[PADDED], "reused": self._reused,
-            "varies_rank": recipe.uses_lora,
+            "varies_rank": recipe.uses_lora, "evaluated_group": recipe.evaluated_group,
         }  # fmt: skip
 
     def _lengths_and_ranks(self, shapes: Sequence[Shape]) -> dict[str, tuple[float, float]]:

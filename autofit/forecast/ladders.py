@@ -114,7 +114,7 @@ def _leaner(levers: Levers | None, base: Assignment) -> Iterator[Assignment]:
         yield at
     if levers is None:
         return
-    for names in (CHECKPOINTING, (MICRO,), (ROLLOUT,)):
+    for names in (CHECKPOINTING, (MICRO,), (ROLLOUT,), (levers.space.keys.evaluation,)):
         at = {**at, **{name: levers.strengths[name][-1] for name in names if name in levers.strengths}}
         if at and levers.candidate(at) is not None:
             yield at

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from autofit.errors import EnvironmentFault
 from autofit.fakegpu.formula.formula import MassModel
 from autofit.files import read_json, write_json
+from autofit.forecast.evaluation import Evaluated
 from autofit.forecast.structures import Structure, variables
 from autofit.hardware import calibration
 from autofit.probing.fork_server import ForkServer
@@ -33,6 +34,7 @@ class Made:
     layers: int = 0  # of the architecture
     mismatch: float = 0.0  # relative error of the bytes at the hold-out, which has all layers
     seconds_mismatch: float = 0.0  # and of the seconds of its update: below 0 where the forecast is too fast
+    evaluated: Evaluated | None = None  # where the model's phases have no evaluation, and the recipe does evaluate
     reason: str = ""
     crashed: bool = False  # whether the reason is an error of the training itself
 
@@ -117,6 +119,7 @@ def _read(folder: Path) -> Made | None:
     return Made(
         model=MassModel.load(folder / "model.npz"), layers=int(str(answer["layers"])),
         mismatch=float(str(answer["mismatch"])), seconds_mismatch=float(str(answer["seconds_mismatch"])),
+        evaluated=Evaluated(**cast(dict[str, Any], answer["evaluated"])) if answer["evaluated"] else None,
     )  # fmt: skip
 
 

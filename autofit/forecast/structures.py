@@ -195,3 +195,35 @@ def has_room(predictions: Predictions, limit_bytes: int | None) -> bool:
     """Whether a candidate is predicted to fit."""
     used = predictions.device_used_bytes
     return bool((np.isfinite(used) & (used <= (np.inf if limit_bytes is None else limit_bytes))).any())
+
+
+# The batch of an evaluation, which is no matter of speed: the step's seconds are those of training alone.
+
+_SPARED = 1.06  # room for what the allocator reserves besides, as in a forecast
+
+
+def as_evaluated(space: Space, samples: int | None = None) -> Space:
+    """`space` with the recipe's own batch of an evaluation alone, or beside it one of `samples`.
+
+    `space` itself if it offers no other.
+    """
+    place = _evaluation(space)
+    offers = () if place is None else space.choices[place]
+    gone = [(space.keys.evaluation or "", value) for value in offers if value != samples]
+    return without(space, gone) if len(offers) > 1 else space
+
+
+def most_evaluated(space: Space, predictions: Predictions, limit_bytes: int) -> int | None:
+    """The largest batch of an evaluation with which a candidate is predicted to fit; None if none is."""
+    place = _evaluation(space)
+    for spared in (_SPARED, 1.0):
+        fits = (c for c, used in zip(predictions.candidates, predictions.device_used_bytes, strict=True)
+                if spared * used <= limit_bytes)  # fmt: skip
+        if place is not None and (found := [cast(int, c.values[place]) for c in fits]):
+            return max(found)
+    return None
+
+
+def _evaluation(space: Space) -> int | None:
+    """The place of the knob of the evaluation's batch."""
+    return next((i for i, knob in enumerate(space.knobs) if knob.name == space.keys.evaluation), None)

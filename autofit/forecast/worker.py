@@ -37,10 +37,10 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, read_json, write_json
-from autofit.forecast.evaluation import OF_MICRO_BATCH, Parts, plain
+from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.structures import LATER, Shape
 from autofit.hardware.calibration import host_costs
-from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Trainer, WorstCase
+from autofit.plugin.protocol import EVALUATION, LOAD, OPTIMIZER, UPDATE, Control, Report, Task, Trainer, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
 from autofit.probing.simulated import layers_alike, needs_all_layers
@@ -74,7 +74,7 @@ class Seen:
     `update_s` is None where the layers do not repeat: then no clock ran.
     """
 
-    peaks: Mapping[str, int]
+    peaks: dict[str, int]
     update_s: float | None = None
 
 
@@ -97,13 +97,17 @@ class Recording:
     device: str
     worst_case: WorstCase
     tile_tokens: int | None  # tokens of a micro-batch that the loss processes at once
+    evaluated_group: int = 1  # completions of one prompt in an evaluation
     operations: Known = field(default_factory=dict)  # outputs of operations, which the traces share
     costs: KnownCosts = field(default_factory=dict)  # of operations
 
-    def trace(self, point: Point, stack: Stack | None = None) -> Trace:
-        """Two optimizer steps at `point`, with all layers or with those that `stack` keeps."""
+    def trace(self, point: Point, stack: Stack | None = None, *, evaluates: bool = False) -> Trace:
+        """Two optimizer steps at `point`, with all layers or with those that `stack` keeps.
+
+        After them it `evaluates` if the recipe does: as many samples as there, whatever the point is.
+        """
         with self._card(stack) as gpu:
-            marks = self._train(gpu, point)
+            marks = self._train(gpu, point, evaluates=evaluates)
             kept = self.layers if stack is None else len(stack.kept)
             return Trace.of(gpu, kept, self._in_whole_tiles(marks.log.kinds(marks.repeats), point))
 
@@ -123,10 +127,10 @@ class Recording:
         """
         if stack is not None:
             with contextlib.suppress(NotRepeatingError), self._card(stack, follow_layers=True) as gpu:
-                marks = self._train(gpu, point)
+                marks = self._train(gpu, point, evaluates=True)
                 run = expanded(gpu, marks.marks)
                 return Seen(peaks=_peaks(run), update_s=_update_s(run, marks.second_step))
-        return Seen(peaks=self.trace(point).peaks)
+        return Seen(peaks=self.trace(point, evaluates=True).peaks)
 
     @contextmanager
     def _card(self, stack: Stack | None, *, follow_layers: bool = False) -> Iterator[FakeGpu]:
@@ -144,7 +148,7 @@ class Recording:
             gpu.clock.known = self.costs
             yield gpu
 
-    def _train(self, gpu: FakeGpu, point: Point) -> "_Marks":
+    def _train(self, gpu: FakeGpu, point: Point, *, evaluates: bool) -> "_Marks":
         keys = self.keys
         changed = split(self.values)[1] | {keys.micro_batch: point.micro_batch, keys.accumulation: point.accumulation}
         if keys.rollout is not None:
@@ -152,9 +156,11 @@ class Recording:
             assert keys.completion is not None
             changed |= {keys.rollout: point.chunk, keys.group: 2, keys.completion: point.completion}
             changed.pop(keys.rollout_batch or "", None)
+            if keys.evaluation_group is not None:
+                changed[keys.evaluation_group] = self.evaluated_group
         if point.rank is not None:
             changed["lora_r"] = point.rank
-        marks = _Marks(gpu, accumulation=point.accumulation, chunk=point.chunk)
+        marks = _Marks(gpu, accumulation=point.accumulation, chunk=point.chunk, evaluates=evaluates)
         with Scratch("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
             marks.one_in_first_step = Launch.of(self.values).is_plain  # DDP makes its buckets anew at the second
@@ -187,8 +193,9 @@ def _update_s(run: Run, first: int) -> float:
 class _Marks(Report):
     """A report that labels the simulated card's allocations and kernels with their phase."""
 
-    def __init__(self, gpu: FakeGpu, *, accumulation: int, chunk: int) -> None:
+    def __init__(self, gpu: FakeGpu, *, accumulation: int, chunk: int, evaluates: bool) -> None:
         self._gpu = gpu
+        self._evaluates = evaluates
         self._samples_each_step = chunk <= accumulation
         self._accumulation = accumulation
         self.log = KernelLog()
@@ -202,6 +209,8 @@ class _Marks(Report):
 
     def enter(self, phase: str) -> str:
         left, self.at = self.at, phase
+        if phase == EVALUATION:  # its seconds are in no step
+            self._measure(on=False)
         name, clock = phase + LATER if self.later else phase, self._gpu.clock
         stretch = clock.cut() if isinstance(clock, LayerClock) else 0
         self.marks.append(Mark(name=name, event=len(self._gpu.memory.log), stretch=stretch))
@@ -220,13 +229,19 @@ class _Marks(Report):
     def step_begins(self, step: int) -> None:
         """Only the second step is recorded; the first makes the optimizer's state, whatever its rollout returns."""
         self.later = False
-        self.log.on = step == 1
+        self._measure(on=step == 1)
         self._gpu.skips_rollouts = self._samples_each_step and not self.log.on
-        self._gpu.clock.asleep = not self.log.on and not isinstance(self._gpu.clock, LayerClock)
         if self.log.on:
             self.repeats |= {UPDATE: 1, UPDATE + LATER: self._accumulation - 1}
             self.second_step = len(self.marks)
         self.enter(UPDATE)
+
+    def _measure(self, *, on: bool) -> None:
+        self.log.on = on
+        self._gpu.clock.asleep = not on and not isinstance(self._gpu.clock, LayerClock)
+
+    def step_ends(self, step: int) -> Control:
+        return Control(evaluate=self._evaluates and step > 1)
 
     def micro_step_ends(self) -> None:
         self.later = True
@@ -255,7 +270,7 @@ def run(request_path: str) -> int:
         keys = BatchKeys.from_json(cast(dict[str, "str | None"], request["keys"]))
         asked = {k: v for k, v in request.items() if k in {field.name for field in fields(Structure)}}
         structure = Structure(**{**asked, "keys": keys})  # type: ignore[arg-type]
-        model, mismatch = structure.model()
+        model, mismatch, evaluated = structure.model()
     except NotRepeatingError as error:
         write_json(answer, {"refused": str(error)})
         return 0
@@ -266,7 +281,8 @@ def run(request_path: str) -> int:
     partial = answer.with_suffix(f".{os.getpid()}.npz")
     model.save(partial)
     os.replace(partial, answer.with_suffix(".npz"))
-    told = {"mismatch": mismatch.bytes_frac, "seconds_mismatch": mismatch.seconds_frac}
+    told = {"mismatch": mismatch.bytes_frac, "seconds_mismatch": mismatch.seconds_frac,
+            "evaluated": None if evaluated is None else evaluated.to_json()}  # fmt: skip
     write_json(answer, {**told, "layers": structure.recording.layers})
     return 0
 
@@ -285,6 +301,7 @@ class Structure:
     padded: bool = False  # whether the worst micro-batches have padding
     reused: bool  # True: a rollout serves several optimizer steps
     varies_rank: bool
+    evaluated_group: int  # completions of one prompt in an evaluation
     ranges: Mapping[str, tuple[float, float]]
     hold_out: Mapping[str, int]
     sketch: bool = False  # True: `hold_out` has the completion, rank and chunk of a model of the micro-batch alone
@@ -294,7 +311,7 @@ class Structure:
         return Recording(
             trainer=load(self.trainer), layers=self._config.num_hidden_layers, keys=self.keys, values=self.values,
             device=self.device, worst_case=WorstCase(path=Path(self.worst_case), padded=self.padded),
-            tile_tokens=self.tile_tokens,
+            tile_tokens=self.tile_tokens, evaluated_group=self.evaluated_group,
         )  # fmt: skip
 
     @cached_property
@@ -318,14 +335,14 @@ class Structure:
         edges = {prints[i] for i in replace(stack, traced_units=0).kept}
         return replace(stack, traced_units=0 if middle <= edges else 1)
 
-    def model(self) -> tuple[MassModel, Mismatch]:
-        """(mass model, its error at the hold-out).
+    def model(self) -> tuple[MassModel, Mismatch, Evaluated | None]:
+        """(mass model, its error at the hold-out, the evaluation there).
 
-        The hold-out is a point that no trace of the model has, with all layers; a sketch has none, and no error.
-        Raises NotRepeatingError.
+        The hold-out is a point that no trace of the model has, with all layers; a sketch has none, and no error: its
+        traces have the evaluation. Raises NotRepeatingError.
         """
         if self.sketch:
-            return self._sketched(), Mismatch()
+            return self._sketched(), Mismatch(), None
         stack, recording = self.stack, self.recording
         base = self._base()
         at, varied = self._variations(base)
@@ -339,7 +356,7 @@ class Structure:
             depths=(low, high), at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
             seconds=self._seconds,
         )  # fmt: skip
-        return model, self._mismatch(model)
+        return (model, *self._held_out(model))
 
     def _sketched(self) -> MassModel:
         """A model of the micro-batch alone: three traces, one micro-batch a step, at the recipe's completion and rank.
@@ -353,10 +370,10 @@ class Structure:
             accumulation=1, chunk=own["chunk"],
         )  # fmt: skip
         stacks = [None if self.stack is None else replace(self.stack, traced_units=units) for units in DEPTHS]
-        low = recording.trace(base, stacks[0])
-        high = low if self.stack is None else recording.trace(base, stacks[1])
+        low = recording.trace(base, stacks[0], evaluates=True)
+        high = low if self.stack is None else recording.trace(base, stacks[1], evaluates=True)
         wider = self._wider(micro)
-        more = recording.trace(replace(base, micro_batch=wider), stacks[0])
+        more = recording.trace(replace(base, micro_batch=wider), stacks[0], evaluates=True)
         ranges = {name: self.ranges[name] for name in ("B", "C") if name == "B" or self._generates}
         return MassModel.fit(
             low, [Variation(variable="B", value=wider, trace=more)], depths=(low, high), at={"B": micro},
@@ -422,7 +439,7 @@ class Structure:
             varied.append(("G", more.generated, more, "B"))
         return at, varied
 
-    def _mismatch(self, model: MassModel) -> Mismatch:
+    def _held_out(self, model: MassModel) -> tuple[Mismatch, Evaluated | None]:
         want, recording, stack = self.hold_out, self.recording, self.stack
         point = Point(
             micro_batch=want["B"], completion=want.get("C", 0), rank=want.get("r") if self.varies_rank else None,
@@ -431,6 +448,9 @@ class Structure:
         seen = recording.seen(point, None if stack is None else replace(stack, traced_units=TRACED_UNITS))
         shape = Shape(want["B"], want["accumulation"], want["chunk"], want.get("C", 0), want.get("r", 0))
         told = Parts.of(model, recording.layers, (shape,))
+        peak = seen.peaks.pop(EVALUATION, None)
+        prompt = int(self._worst_case.get("prompt_tokens", 0))
+        evaluated = None if peak is None else Evaluated.of(peak, told, prompt=prompt)
         top = max(seen.peaks.values())
         bytes_frac = max(
             abs((float(told.peaks[phase][0]) if phase in told.peaks else 0.0) - peak) / top
@@ -438,4 +458,4 @@ class Structure:
         )
         update_s = float((told.step_s - told.before_update_s)[0])
         seconds_frac = update_s / seen.update_s - 1 if seen.update_s else 0.0
-        return Mismatch(bytes_frac=bytes_frac, seconds_frac=seconds_frac)
+        return Mismatch(bytes_frac=bytes_frac, seconds_frac=seconds_frac), evaluated

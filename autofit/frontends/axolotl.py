@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import evaluation, sharing
-from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, said, truth
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, number, said, truth
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
 from autofit.frontends.shipped import deepspeed
@@ -100,13 +100,21 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     _pruned(draft, trainer)
     _plugins(draft)
     keys_of(AXOLOTL.name).take(draft)
-    if draft.says("val_set_size") or draft.says("test_datasets"):  # without the key as many as training takes
-        evaluation.told(draft, "eval_batch_size", usual=1, tokens=length, objective=draft.values.get("objective"))
+    if _evaluates(draft):  # without the key as many as training takes (utils/config/__init__.py)
+        usual = number(draft.values.get("per_device_train_batch_size")) or 1
+        evaluation.take(draft, trainer, key="eval_batch_size", usual=int(usual))
     sharers, dealt = _shared_sequence(draft, objective), _dealt_experts(draft, launch)
     ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
     if ranks is not None and ranks % sharers:
         raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
+
+
+def _evaluates(draft: Draft) -> bool:
+    """Whether the training evaluates: it has samples for it, and a time (_configure_save_and_eval_strategy)."""
+    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
+    often = draft.says("eval_steps") or draft.says("evals_per_epoch") or strategy not in (None, False, "no")
+    return often and (draft.says("val_set_size") or draft.says("test_datasets"))
 
 
 def _trainer(draft: Draft) -> str:

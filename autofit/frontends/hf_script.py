@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import keys
+from autofit.frontends import evaluation, keys
 from autofit.frontends.command import UNSURE, Command, accelerate_config, arguments, commands
 from autofit.frontends.draft import Draft
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
@@ -107,6 +107,8 @@ def _recipe(given: dict[str, object], folder: Path, ranks: int | None, program: 
     lengths = [draft.whole(key) for key in _LENGTHS]
     tokens = next((length for length in lengths if length is not None), None)
     keys.take(draft)
+    if draft.given.get("eval_strategy", draft.given.get("evaluation_strategy")) not in (None, False, "no"):
+        evaluation.take(draft, "hf", usual=8)
     if unread := draft.left():
         draft.note(f"left out, as only {program} knows what they do: {', '.join(unread)}")
         draft.ignore(unread)

@@ -83,7 +83,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     own = keys.keys_of(LLAMA_FACTORY.name)
     draft.name(own.noted)
     keys.take(draft)
-    _evaluation(draft, length)
+    _evaluation(draft)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
     draft.ignore((*own.without_effect, "use_kt"))
@@ -107,13 +107,11 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _evaluation(draft: Draft, length: int) -> None:
+def _evaluation(draft: Draft) -> None:
     """transformers' default of samples at once is 8, whatever the training's are."""
     strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
     if strategy not in (None, "no", False) or draft.says("do_eval"):
-        evaluation.told(
-            draft, "per_device_eval_batch_size", usual=8, tokens=length, objective=draft.values["objective"]
-        )
+        evaluation.take(draft, "hf", usual=8)
 
 
 def _check_training(draft: Draft) -> str:

@@ -205,10 +205,9 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         draft.fixed.add("gradient_checkpointing")
     _others(draft, kind)
     take(draft)
-    if draft.says("val_dataset") or (number(draft.given.get("split_dataset_ratio")) or 0) > 0:
-        evaluation.told(
-            draft, "per_device_eval_batch_size", usual=1, tokens=length, objective=draft.values.get("objective")
-        )
+    often = draft.given.get("eval_strategy") or draft.given.get("save_strategy")  # sft_args.py, _init_eval_strategy
+    if often != "no" and (draft.says("val_dataset") or (number(draft.given.get("split_dataset_ratio")) or 0) > 0):
+        evaluation.take(draft, trainer, usual=1)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     strict = not draft.is_on("ignore_args_error")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)

@@ -26,6 +26,7 @@ SYNC = "sync"  # of several ranks: weights are gathered and given to vLLM, which
 LOG_PROBS, REFERENCE, LOADING = "old log-probs", "reference", "loading"
 VALUES, CRITIC = "values", "update critic"  # of PPO's critic: of all samples, and all its optimizer steps
 BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, VALUES, CRITIC, LOADING)
+EVALUATION = "evaluation"  # between two steps: only the loss, of samples that are not trained
 MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
 
 
@@ -136,6 +137,7 @@ class Control:
 
     save: bool = False  # a checkpoint besides those of the recipe, in `own_checkpoints`
     stop: bool = False
+    evaluate: bool = False  # one batch of the recipe's evaluation, in a probe; nothing where it has none
 
 
 def own_checkpoints(output: Path) -> Path:

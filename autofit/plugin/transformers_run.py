@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from autofit.plugin.left_out import compute_one_in_first_step, leave_out_repeated
 from autofit.plugin.loop import RandomStates
-from autofit.plugin.protocol import OPTIMIZER, Report, SampleFacts, own_checkpoints
+from autofit.plugin.protocol import EVALUATION, OPTIMIZER, Report, SampleFacts, own_checkpoints
 from autofit.recipe.secrets import masked
 
 
@@ -72,6 +72,7 @@ class Spot(TrainerCallback):  # type: ignore[misc]
 
 # What a checkpoint has besides trainer_state.json and the scheduler: each entry has all names of one file. FSDP writes
 # one file, or a folder of shards in which .metadata comes last; DeepSpeed writes `latest` after every rank's share.
+_EVALUATES = "evaluates_now"  # an attribute of a trainer
 _STEP_OF_DEEPSPEED = "accelerator.deepspeed_engine_wrapped.engine.step"
 _WEIGHTS = ("adapter_model.*", "model*.safetensors", "pytorch_model*.bin")
 _ALIKE = (("optimizer.pt",), _WEIGHTS)
@@ -86,6 +87,7 @@ class TransformersRun:
     optimizer step is `update` or `optimizer`.
     """
 
+    evaluates = False  # whether its evaluation is one batch, made to be asked for by a probe
     weighs_samples_alike = False  # whether a smaller last micro-batch of an epoch counts by its samples or tokens
 
     def __init__(
@@ -130,10 +132,11 @@ class TransformersRun:
         return int(self.trainer.state.max_steps)
 
     def train(self, report: Report, *, resume_from: Path | None = None) -> None:
-        self._reporter = reporter = _Reporter(report, self.trainer)
+        self._reporter = reporter = _Reporter(report, self.trainer, evaluates=self.evaluates)
         _report_saves(self.trainer, reporter, report)
         for path, phase in self._phases.items():
             _report_phase(self.trainer, path, phase, report)
+        _report_evaluation(self.trainer, report)
         if report.leaves_out and self.rollout_every:
             leave_out_repeated(self.trainer, report, rollout_every=self.rollout_every, kinds=self.kinds)
         if report.one_in_first_step:
@@ -199,10 +202,29 @@ def _report_phase(trainer: Any, path: str, phase: str, report: Report) -> None:
         return
 
     def within(*args: Any, **kwargs: Any) -> Any:
+        if getattr(trainer, _EVALUATES, False):
+            return original(*args, **kwargs)
         with report.phase(phase):
             return original(*args, **kwargs)
 
     setattr(owner, method, within)
+
+
+def _report_evaluation(trainer: Any, report: Report) -> None:
+    """Make an evaluation within the training a phase: one, whatever the trainer generates and scores in it.
+
+    It lasts until another begins, as the allocator keeps what it reserved for it.
+    """
+    original = trainer._evaluate
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        report.enter(EVALUATION)
+        setattr(trainer, _EVALUATES, True)
+        found = original(*args, **kwargs)
+        setattr(trainer, _EVALUATES, False)
+        return found
+
+    trainer._evaluate = evaluate
 
 
 def _mask_secrets_when_pickled(arguments: Any) -> None:
@@ -249,8 +271,8 @@ def _own_place(arguments: Any) -> Iterator[None]:
 class _Reporter(TrainerCallback):  # type: ignore[misc]
     """Passes on what transformers says, and says back what the receiver wants."""
 
-    def __init__(self, report: Report, trainer: Any) -> None:
-        self._report = report
+    def __init__(self, report: Report, trainer: Any, *, evaluates: bool) -> None:
+        self._report, self._evaluates = report, evaluates
         self._trainer = trainer
         self._requested = False
 
@@ -287,6 +309,7 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
         self._requested = wanted.save and not control.should_save
         control.should_save = control.should_save or wanted.save
         control.should_training_stop = control.should_training_stop or wanted.stop
+        control.should_evaluate = control.should_evaluate or (wanted.evaluate and self._evaluates)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: object) -> None:
         if logs and "loss" in logs:

@@ -1,7 +1,7 @@
 """The probe: a few worst-case optimizer steps of the real trainer on one device, independent of its caller.
 
-Order: load, one step (the warm-up), save; then, as after an interruption, load, resume, one step, and the measured
-steps. Memory is tracked in all but the measured steps, which run at full speed.
+Order: load, one step (the warm-up), evaluation, save; then, as after an interruption, load, resume, one step, and the
+measured steps. Memory is tracked in all but those, which run at full speed.
 
 With a colocated vLLM engine all until the save runs in a process of its own: an engine does not give all of its memory
 back while its process lives, and vLLM allows one engine with sleep mode in a process.
@@ -202,7 +202,7 @@ def _task(request: ProbeRequest, *, steps: int) -> Task:
 def _train_and_resume(
     request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, trainer: Trainer
 ) -> tuple[Run, Any]:
-    """Load, one step, save; then load, resume, one step and the measured steps. (run, its step times)."""
+    """Load, one step, evaluation, save; then load, resume, one step and the measured steps. (run, its step times)."""
     try:
         if (saved := read_json(request.saved_path)) is None:
             _train_until_saved(request, recorder, trainer)
@@ -239,7 +239,9 @@ def _train_until_saved(request: ProbeRequest, recorder: PhaseRecorder, trainer: 
 def _train_simulated(
     request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, trainer: Trainer
 ) -> tuple[Run, Any]:
-    """Load and two steps; only the second is measured: it has the optimizer's state, and simulated steps do not vary.
+    """Load, two steps and an evaluation if the recipe has one.
+
+    Only the second step is measured: it has the optimizer's state, and simulated steps do not vary.
 
     A simulated card keeps no values, so the probe does not save or resume. It runs with few layers first, and again
     with all layers if the few cannot represent them.
@@ -311,10 +313,10 @@ def _train_on_card(
 
 
 class _SaveNow(Followed):
-    """Saves a checkpoint at the end of every step."""
+    """Evaluates and saves a checkpoint at the end of every step."""
 
     def step_ends(self, step: int) -> Control:
-        return Control(save=True)
+        return Control(save=True, evaluate=True)
 
 
 class _StepMarks(Followed):
@@ -362,7 +364,7 @@ class _StepMarks(Followed):
         if step > self._measure_after:
             self.recorder.enter(UPDATE)
             self._memory.mark_step()
-        return Control()
+        return Control(evaluate=step > self._measure_after)
 
 
 def versions() -> dict[str, str]:

@@ -32,6 +32,8 @@ class BatchKeys:
     sharers: str | None = None  # ranks that compute parts of the same samples (sequence parallelism)
     packed: str | None = None  # whether micro-batches are made by tokens, so that their size says nothing
     budget: str | None = None  # tokens of such a micro-batch
+    evaluation: str | None = None  # samples in one batch of an evaluation within the training
+    evaluation_group: str | None = None  # completions of one prompt there; unset they are those of `group`
     engine_share: str | None = None  # the part of the card that a rollout engine takes
     engine_length: str | None = None  # tokens of the longest sequence that it must be able to serve
 
@@ -41,6 +43,11 @@ class BatchKeys:
     @classmethod
     def from_json(cls, content: Mapping[str, str | None]) -> "BatchKeys":
         return cls(**content)  # type: ignore[arg-type]
+
+
+def evaluates(values: Mapping[str, object]) -> bool:
+    """Whether the recipe `values` evaluates within its training: TRL's scripts then give their trainer a dataset."""
+    return values.get("eval_strategy") not in (None, False, "no")
 
 
 def divisors(number: int) -> set[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from autofit.errors import ConfigError, printable
-from autofit.recipe.keys import BatchKeys, Tier
+from autofit.recipe.keys import BatchKeys, Tier, evaluates
 from autofit.recipe.launch import Launch
 from autofit.recipe.secrets import opened
 from autofit.units import format_bytes
@@ -124,6 +124,18 @@ class Recipe:
         """Whether one rollout serves several optimizer steps, or is trained on more than once."""
         again = self.keys.reuse is not None and self.resolved.get(self.keys.reuse, 1) != 1
         return again or self.generation_batch_size > self.effective_batch_size
+
+    @property
+    def evaluated_samples(self) -> int:
+        """Samples in one batch of the evaluation within the training; 0 where there is none."""
+        key = self.keys.evaluation
+        return 0 if key is None or not evaluates(self.resolved) else self.integer(key)
+
+    @property
+    def evaluated_group(self) -> int:
+        """Completions of one prompt in an evaluation."""
+        key = self.keys.evaluation_group
+        return self.integer(key) if key is not None and self.resolved.get(key) else self.num_generations
 
     @property
     def max_completion_tokens(self) -> int | None:

@@ -344,6 +344,9 @@ class Space:
             return f"an optimizer step holds whole groups ({keys.group} divides the effective batch)"
         if keys.group is not None and groups < min(2, recipe.num_generations):  # PPO's critic needs no others
             return f"a group has at least 2 completions ({keys.group} >= 2)"
+        evaluated = groups if recipe.evaluated_group == recipe.num_generations else recipe.evaluated_group
+        if recipe.evaluated_samples * ranks % evaluated:
+            return f"an evaluation holds whole groups ({keys.group} divides {keys.evaluation} x world size)"
         if recipe.num_prompts is not None and generated // groups > recipe.num_prompts:
             return f"a generation batch needs no more prompts than the dataset has ({recipe.num_prompts})"
         return None

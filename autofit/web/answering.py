@@ -32,7 +32,7 @@ from autofit.frontends.reading import explain
 from autofit.frontends.sharing import OTHERWISE, UnreadFileError
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
-from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, OPTIMIZER, SAVE, UPDATE
+from autofit.plugin.protocol import BEFORE_UPDATE, EVALUATION, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.clashes import clashes
@@ -48,7 +48,7 @@ from autofit.web.pasted import SUFFIXES, write_config, write_training
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 
-_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, SAVE)
+_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)
 Told = dict[str, object]
 
 
