@@ -46,7 +46,9 @@ def test_the_arguments_are_a_plain_trainers_on_the_ranks_that_are_started(
     assert any("knows what they do: data_path, lazy_preprocess" in note for note in found.notes)
     assert any("float32 is taken, the larger" in note for note in found.notes)
     assert f"x {ranks} ranks = {8 * ranks}" in dict(explain(path).lines)["effective batch"]
-    assert source_of(path).trainer == "hf"
+    source = source_of(path)
+    assert source.trainer == "hf"
+    assert source.notes[0].startswith("a script with transformers' arguments: a plain transformers Trainer")
 
 
 @pytest.mark.parametrize(

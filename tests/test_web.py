@@ -333,8 +333,11 @@ def test_a_file_or_an_address_in_the_place_of_a_setting_is_refused(yaml: str) ->
 
 def test_a_pasted_config_loses_what_names_code(tmp_path: Path) -> None:
     given = {"model_type": "qwen3", "auto_map": {"AutoModel": "evil.py"}, "_name_or_path": "/etc", "hidden_size": 64}
-    folder = write_config(json.dumps(given), tmp_path / "model")
+    folder, notes = write_config(json.dumps(given), tmp_path / "model")
+    assert notes == ()
     assert json.loads((Path(folder) / "config.json").read_text()) == {"model_type": "qwen3", "hidden_size": 64}
+    _, notes = write_config(json.dumps({**given, "quantization_config": {"bits": 4}}), tmp_path / "four")
+    assert "quantization_config of config.json is left out" in notes[0]
     for wrong in ("[]", "{", "{}", "[" * 100_000):
         with pytest.raises(ConfigError):
             write_config(wrong, tmp_path / "other")

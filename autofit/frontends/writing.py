@@ -17,7 +17,16 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, UnknownKeyError, quoted
-from autofit.frontends import axolotl, llama_factory, ms_swift, trl_recipe, verl_keys, verl_recipe, yaml_script
+from autofit.frontends import (
+    axolotl,
+    hf_script,
+    llama_factory,
+    ms_swift,
+    trl_recipe,
+    verl_keys,
+    verl_recipe,
+    yaml_script,
+)
 from autofit.frontends.command import script_text
 from autofit.frontends.foreign import Foreign, summary
 from autofit.frontends.reading import SCRIPTS, read, read_script, read_values
@@ -74,9 +83,10 @@ def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]
     launch = dict(foreign.launch)
     if foreign.ranks is not None:
         launch["num_processes"] = foreign.ranks
+    of = "a script with transformers' arguments" if foreign.tool == hf_script.TOOL else f"a file of {foreign.tool}"
     return Source(
         values=foreign.values, name=name, what=what, prompt_tokens=foreign.prompt_tokens, trainer=foreign.trainer,
-        launch=launch, foreign=origin, notes=(f"a file of {foreign.tool}: {summary(foreign)}", *foreign.notes),
+        launch=launch, foreign=origin, notes=(f"{of}: {summary(foreign)}", *foreign.notes),
     )  # fmt: skip
 
 

@@ -293,8 +293,10 @@ def _named(trainer: str | None) -> str | None:
 
 def _allowed(given: Mapping[str, object], trainer: str, question: Question, folder: Path) -> Allowed:
     takes = getattr(load(trainer), "takes", set)
-    model = write_config(question.config, folder / "model") if question.config.strip() else None
-    return allowed(given, known=takes(), trainer=trainer, model=model)
+    pasted = question.config.strip()
+    model, notes = write_config(question.config, folder / "model") if pasted else (None, ())
+    made = allowed(given, known=takes(), trainer=trainer, model=model)
+    return replace(made, notes=(*made.notes, *notes))
 
 
 def _tokens(trainer: str, values: Mapping[str, object]) -> int | None:

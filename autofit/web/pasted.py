@@ -9,6 +9,10 @@ from autofit.frontends.reading import is_script
 SUFFIXES = (".sh", ".yaml")  # of the file of a training
 # Keys that name code, files or other models.
 _DROPPED = ("auto_map", "_name_or_path", "_commit_hash", "custom_pipelines", "quantization_config", "name_or_path")
+_UNQUANTISED = (
+    "quantization_config of config.json is left out: weights count in the recipe's dtype; load_in_4bit: true in the "
+    "recipe holds them in 4 bits"
+)
 
 
 def write_training(text: str, folder: Path) -> Path:
@@ -32,8 +36,8 @@ def _is_config(text: str) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-def write_config(text: str, folder: Path) -> str:
-    """The folder with the config.json in `text`. Raises ConfigError for what is no config of a model."""
+def write_config(text: str, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """(folder with the config.json in `text`, notes of what was left out). Raises ConfigError for what is no config."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -43,4 +47,5 @@ def write_config(text: str, folder: Path) -> str:
     kept = {key: value for key, value in content.items() if key not in _DROPPED and not key.startswith("_")}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(kept), encoding="utf-8")
-    return str(folder)
+    quantised = "quantization_config" in content
+    return str(folder), (_UNQUANTISED,) if quantised else ()
