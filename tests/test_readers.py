@@ -891,6 +891,12 @@ def test_a_script_of_trl_is_launched_as_its_accelerate_config_says_and_explained
     assert said["effective batch"].endswith("= 3 samples x 8 ranks = 24")
 
 
+@pytest.mark.parametrize("more", ["", " --load_in_4bit", " --bf16"])
+def test_a_script_of_trl_with_lora_has_its_rank_whether_it_says_it_or_not(more: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"trl sft --model_name_or_path m --use_peft --dtype float16{more}")
+    assert any("LoRA of rank 16 " in note for note in source_of(tmp_path / "run.sh").notes)
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [

@@ -72,6 +72,7 @@ _OBJECTIVES = {"sft": "the model's own loss on full logits", "asft": "ASFT on fu
                "reward": "a pairwise loss", "gkd": "GKD on full logits", "embed": "a loss over embeddings of texts",
                "rerank": "a loss over scores of documents", "diffusion": "a loss over masked words",
                "ebft": "REINFORCE with rewards of hidden states"}  # fmt: skip
+_TRLS_RANK = 16  # of `trl`'s ModelConfig; the other tools' readers give theirs
 
 
 def lines(foreign: Foreign) -> Iterator[Line]:
@@ -107,7 +108,8 @@ def _weights(foreign: Foreign) -> str:
         return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"
     if values.get("use_peft"):
         other = values.get("peft_adapter")
-        kind = other.get("peft_type") if isinstance(other, Mapping) else f"LoRA of rank {values['lora_r']}"
+        rank = values.get("lora_r", _TRLS_RANK)
+        kind = other.get("peft_type") if isinstance(other, Mapping) else f"LoRA of rank {rank}"
         adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model held {base}{autocast}"
