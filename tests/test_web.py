@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MODEL = "Qwen/Qwen3-8B"
 OWN = frozenset({"localhost", "127.0.0.1", "[::1]"})
-KNOWN = ("output_dir", "report_to", "trust_remote_code", "torch_compile", "reward_funcs", "deepspeed")
+KNOWN = ("output_dir", "report_to", "trust_remote_code", "torch_compile", "reward_funcs", "deepspeed", "eval_steps")
 
 
 class Told:
@@ -308,6 +308,8 @@ def kept(yaml: str) -> dict[str, object]:
      ("model_name_or_path: qwen/qwen3-8b", {"model_name_or_path": MODEL}),
      ("lora_target_modules: 'layers.[\\d]+.(mlp|self_attn).(up|q)_proj'",
       {"lora_target_modules": r"layers.[\d]+.(mlp|self_attn).(up|q)_proj"}),
+     ("eval_strategy: steps\nper_device_eval_batch_size: 4\neval_steps: 9",
+      {"eval_strategy": "steps", "per_device_eval_batch_size": 4}),
      ("qat: {weight_dtype: int4, group_size: 32}", {"qat": {"weight_dtype": "int4", "group_size": 32}}),
      ("lora_target_modules: [q_proj, v_proj]", {"lora_target_modules": ["q_proj", "v_proj"]}),
      ("per_device_train_batch_size: 8", {"per_device_train_batch_size": 8})],
@@ -386,6 +388,8 @@ SWIFTS = "swift sft --model Qwen/Qwen3-4B --torch_dtype bfloat16 --max_length 64
          "lora_r: 8\nlora_target_linear: true\ngradient_accumulation_steps: 1\ndatasets: [{path: a, type: alpaca}]",
          "hf", None),
         ("# trl sft --config this.yaml\nmodel_name_or_path: Qwen/Qwen3-4B\nmax_length: 64\n", None, None),
+        ("%%writefile a.yaml\nbase_model: Qwen/Qwen3-4B\nmicro_batch_size: 2\nsequence_len: 64\nval_set_size: 0.1\n"
+         "gradient_accumulation_steps: 1\ndatasets: [{path: a, type: alpaca}]", "hf", None),
     ],
 )  # fmt: skip
 def test_what_the_commands_read_as_a_file_the_page_reads_too(

@@ -31,6 +31,7 @@ _MOST = {
     "per_device_train_batch_size": 1024, "per_gpu_train_batch_size": 1024, "gradient_accumulation_steps": 4096,
     "steps_per_generation": 4096, "generation_batch_size": 65_536, "num_generations": 1024, "num_iterations": 64,
     "max_length": 131_072, "max_seq_length": 131_072, "max_completion_length": 131_072, "max_prompt_length": 131_072,
+    "per_device_eval_batch_size": 1024, "num_generations_eval": 1024, "eval_accumulation_steps": 65_536,
     "precompute_ref_batch_size": 1024, "num_processes": 1024, "num_machines": 128,
 }  # fmt: skip
 
