@@ -16,6 +16,7 @@ child, and that command's calls are answered by it too (autofit.probing.kept_ser
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -41,6 +42,7 @@ from autofit.probing.supervise import ProcessEnding, RanksEnded, die_with_parent
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"
+_MOVES_WITHIN_S = 1.0
 _INSIDE = "AUTOFIT_INSIDE"  # in the environment of a process that imports the recipe's own code
 _IMPORTS_CODE = ("autofit.probing.inspection", "autofit.probing.worker", "autofit.forecast.worker")
 _STAYS = "stays="  # before the socket of a server that outlives its starter
@@ -119,12 +121,22 @@ class ForkServer:
         if self._process is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            if self._stays and Path(self.socket_path).exists():  # it is ready, and deletes its folder
+            if self._stays and Path(self.socket_path).exists():  # it is ready
+                self._wait_for_its_move()
                 return
             self._process.terminate()
             self._process.wait(timeout=30)
         if self._home is not None:
             self._home.close()
+
+    def _wait_for_its_move(self) -> None:
+        """Wait until the server that stays is where the next command looks, if that takes no longer than usual.
+
+        It deletes its first folder then: hundredths of a second, and a command that is given meanwhile would start one.
+        """
+        until = time.monotonic() + _MOVES_WITHIN_S
+        while Path(self.socket_path).exists() and self._lives() and time.monotonic() < until:
+            time.sleep(0.005)
 
 
 _begun: list[ForkServer] = []  # by `begin`, and not taken yet
@@ -215,15 +227,16 @@ def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) 
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:  # the starting process ended, perhaps killed before it could clean up
-                shutil.rmtree(os.path.dirname(socket_path), ignore_errors=True)
                 break
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
                 _keep_call(connection, json.loads(connection.makefile("rb").readline()))
             connection.close()
+    left = functools.partial(shutil.rmtree, os.path.dirname(socket_path), ignore_errors=True)
     if stays is not None:
-        kept_server.stay(stays, began_s=began_s, keep_call=_keep_call)
+        kept_server.stay(stays, began_s=began_s, keep_call=_keep_call, listens=left)
+    left()
 
 
 def _preload() -> None:
