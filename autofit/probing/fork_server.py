@@ -7,7 +7,8 @@ started it ends; running children then continue to their end.
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
 "cancel"}; the child is killed once the file named by `cancel` exists. With "ranks", a list of such keys for each, there
 is a child a rank, kept together. The reply is one JSON line with RanksEnded.
-If the caller closes the connection before the reply, the child is killed.
+If the caller closes the connection before the reply, the child is killed. With "detached" the reply is {"pid"}, once
+the child has begun, which the caller does not keep from then on.
 
 A server that was asked to stay (autofit.probing.kept_place) does not end with its starter: the next command is its
 child, and that command's calls are answered by it too (autofit.probing.kept_server).
@@ -178,6 +179,11 @@ def call_ranks(socket_path: str, message: Mapping[str, object], *, alive: object
     return RanksEnded.from_json(_answer(socket_path, message, alive))
 
 
+def detach(socket_path: str, message: Mapping[str, object]) -> int:
+    """The pid of a child that runs the function named by `message`, and outlives this process. Raises as `call`."""
+    return int(_answer(socket_path, {**message, "detached": True}, None)["pid"])
+
+
 def _answer(socket_path: str, message: Mapping[str, object], alive: object) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _connect(connection, socket_path, alive)
@@ -296,20 +302,27 @@ def _keep_call(connection: socket.socket, message: Mapping[str, Any]) -> None:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         keeper, calls = os.getpid(), [{**message, **own} for own in message.get("ranks", [{}])]
+        detached = "detached" in message
 
         def start(rank: int) -> int:
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 _run_call(calls[rank], keeper)
+            if detached:
+                tell({"pid": pid})
             return pid
 
         def left() -> bool:
             keep_small([str(one["log"]) for one in calls])
-            return _left(connection, message)
+            return not detached and _left(connection, message)
+
+        def tell(answer: Mapping[str, object]) -> None:
+            connection.sendall(json.dumps(answer).encode() + b"\n")
 
         ended = keep_ranks(start, len(calls), deadline_s=message["deadline_s"], abandoned=left)
-        connection.sendall(json.dumps(ended.to_json()).encode() + b"\n")
+        if not detached:
+            tell(ended.to_json())
     except BaseException:
         traceback.print_exc()
     finally:
@@ -335,7 +348,7 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
         module, function = str(message["entry"]).split(":")
         if module in _IMPORTS_CODE:
             as_inside()
-        code = getattr(importlib.import_module(module), function)(message["argument"])
+        code = getattr(importlib.import_module(module), function)(message["argument"]) or 0
     except BaseException:
         traceback.print_exc()
     finally:
