@@ -5,7 +5,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from autofit.space.space import Space
 from autofit.tracking.follower import Follower, following
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner
+from autofit.tuning.locks import is_there
 from autofit.tuning.record import Stop, StopKind, keep_record, record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, SearchProgress, open_study
@@ -196,7 +198,8 @@ class _Run:
     def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
-        planned, forecast = self._forecast_without_offload(planned)
+        with _database_made(self._asked.folder):  # beside the forecast, which other processes compute
+            planned, forecast = self._forecast_without_offload(planned)
         plan = replace(planned.plan, predictions=None if forecast is None else forecast.predictions)
         if forecast is not None and plan.device.startswith("sim:"):  # a probe there would crash too
             plan = replace(plan, space=without(plan.space, forecast.crashed))
@@ -363,6 +366,21 @@ class _Run:
             self._note(f"the clock of {device} by this search's winner", label="calibrated")
         else:
             self._note(f"the clock of {device} stays as it is: {fitted.why}")
+
+
+@contextlib.contextmanager
+def _database_made(folder: Path) -> Iterator[None]:
+    """Context in which another thread makes the studies' own database where there is none, in most of a second.
+
+    What is wrong with it is told by the call that opens it next.
+    """
+    database = database_of(folder)
+    if database.url is not None or is_there(database.path):
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: open_storage(folder, create=True).engine.dispose())
+        yield
 
 
 def _progress(found: SearchProgress, plan: Plan) -> Progress:
