@@ -1,6 +1,9 @@
 """How a probe ended and what follows from it: read from types, never from the words of a message."""
 
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +12,10 @@ import pytest
 import autofit.probing.job
 import autofit.probing.launch
 from autofit.errors import EnvironmentFault
-from autofit.probing.fork_server import ServerGone, call
+from autofit.files import write_json
+from autofit.probing.fork_server import ForkServer, ServerGone, call
 from autofit.probing.job import classified
-from autofit.probing.launch import Attempts, Next, what_next
+from autofit.probing.launch import Attempts, Launcher, Next, is_alive, what_next
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import ProcessEnding, RanksEnded
 
@@ -114,3 +118,46 @@ def test_a_call_that_no_server_took_is_started_here_and_one_that_was_taken_is_no
 def test_a_socket_that_nobody_listens_on_is_a_server_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(ServerGone, match="does not answer"):
         call(str(tmp_path / "no-such-socket"), {})
+
+
+_SUBMITS = """
+import os, signal, sys
+from pathlib import Path
+from autofit.probing.launch import Launcher
+from autofit.probing.result import ProbeRequest
+Launcher().submit(ProbeRequest.read(Path(sys.argv[1])))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_the_job_of_a_simulated_probe_is_a_fork_that_outlives_a_killed_search(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    assert fork_server.is_ready()
+    asked = replace(request_in(tmp_path / "one", "sim:l4"), trainer="none:here", server_socket=fork_server.socket_path)
+    asked.folder.mkdir()
+    write_json(asked.request_path, asked.to_json())
+    killed = subprocess.run([sys.executable, "-c", _SUBMITS, str(asked.request_path)], cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL
+    assert is_alive(asked.folder)
+    launcher, until = Launcher(), time.monotonic() + 60
+    while (result := launcher.result(asked.folder)) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert result is not None
+    assert (result.status, result.cause) == (FAILED, Cause.RAISED)
+    assert "none" in result.reason
+    assert not list((asked.folder / "job").glob("*.pkl"))  # submitit would leave them
+    while is_alive(asked.folder) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not is_alive(asked.folder)
+
+
+def test_a_simulated_probe_whose_server_is_gone_is_started_by_submitit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(autofit.probing.launch, "start_job", lambda folder, *_, **__: started.append(folder))
+    asked = replace(request_in(tmp_path, "sim:l4"), server_socket=str(tmp_path / "none"))
+    Launcher().submit(asked)
+    assert started == [tmp_path]

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from matrix import one_at_a_time
 from optuna.storages import RDBStorage
 from search_driver import main as drive
 
+from autofit.api import planning, searching
 from autofit.cli import main
 from autofit.errors import EnvironmentFault
 from autofit.tuning.study import database_errors, load_study, open_storage
@@ -177,3 +179,23 @@ def test_a_connection_that_an_interrupt_closed_shows_no_traceback(
         connection._safe_close_cursor(cursor)
     assert not caplog.records
     storage.engine.dispose()
+
+
+@pytest.mark.slow
+def test_the_database_is_made_beside_the_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None, tiny_recipe: Path
+) -> None:
+    found: list[bool] = []
+
+    def forecast(self: object, planned: planning.Planned) -> object:
+        until = time.monotonic() + 30
+        while not (database := planned.plan.folder / "studies.db").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(database.exists())
+        searching.drop(planned.scratch)
+        raise EnvironmentFault("enough")
+
+    monkeypatch.setattr(searching._Run, "_forecast", forecast)
+    with pytest.raises(EnvironmentFault, match="enough"):
+        searching.search(tiny_recipe, gpu="l4", folder=tmp_path / "studies", mlflow=False)
+    assert found == [True]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ import pytest
 import tiny
 
 from autofit.commands import warm
+from autofit.files import Scratch
 from autofit.probing import fork_server, kept_place, kept_server
 from autofit.probing.fork_server import ForkServer
 
@@ -180,6 +182,19 @@ def test_a_package_that_is_installed_is_a_change(monkeypatch: pytest.MonkeyPatch
     before = kept_server._marks()
     (packages / "deepspeed").mkdir()
     assert kept_server._marks()[str(packages)] != before[str(packages)]
+
+
+def test_a_package_that_is_loaded_on_use_is_marked_and_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "heavy.py").write_text("raise SystemExit('loaded')")
+    spec = importlib.util.spec_from_file_location("heavy", tmp_path / "heavy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    monkeypatch.setitem(sys.modules, "heavy", lazy := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(lazy)
+    assert kept_server._marks()[str(tmp_path / "heavy.py")] is not None
 
 
 def test_without_proc_there_is_no_server_and_no_fault(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
@@ -384,6 +399,36 @@ def test_commands_that_need_a_terminal_or_the_cards_of_this_machine_run_without_
     ]  # fmt: skip
     assert all(map(warm.pays, ran))
     assert not any(map(warm.pays, not_ran))
+
+
+class _Slow(ForkServer):
+    """A server without torch that takes half a second to move to its place."""
+
+    def _start(self) -> None:
+        self._home, self._stays = Scratch(), True
+        self.socket_path, self.place = str(self._home.path / "warm"), kept_place.socket_path()
+        slow = "kept_server._stop_others = lambda _: time.sleep(0.5)"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"import time; from autofit.probing import fork_server, kept_server; {slow}; "
+             f"kept_server._OF_COMMANDS = (); "
+             f"fork_server.serve({self.socket_path!r}, preloads=False, stays={str(self.place)!r})"],
+            stdin=subprocess.PIPE,
+        )  # fmt: skip
+
+
+def test_a_command_ends_once_its_server_is_where_the_next_one_looks(
+    monkeypatch: pytest.MonkeyPatch, short: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    server = _Slow(short)
+    assert server.is_ready()
+    server.close()
+    assert server.place is not None
+    assert kept_place.connected(server.place) is not None
+    assert kept_server.ask(server.place, "stop") != {}
+    assert server._process is not None
+    server._process.wait(timeout=20)
+    assert not Path(server.socket_path).parent.exists()
 
 
 @pytest.mark.slow

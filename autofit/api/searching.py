@@ -5,7 +5,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from autofit.space.space import Space
 from autofit.tracking.follower import Follower, following
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner
+from autofit.tuning.locks import is_there
 from autofit.tuning.record import Stop, StopKind, keep_record, record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, SearchProgress, open_study
@@ -203,7 +205,8 @@ class _Run:
     def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
-        planned, forecast = self._forecast_as_evaluated(planned)
+        with _database_made(self._asked.folder):  # beside the forecast, which other processes compute
+            planned, forecast = self._forecast_as_evaluated(planned)
         plan = replace(planned.plan, predictions=None if forecast is None else forecast.predictions)
         if forecast is not None and plan.device.startswith("sim:"):  # a probe there would crash too
             plan = replace(plan, space=without(plan.space, forecast.crashed))
@@ -234,6 +237,8 @@ class _Run:
             driver = Search(plan, study, server_socket=self._server.socket_path, launcher=launcher)
             driver.on_told, driver.on_progress = self._on_told(plan, study, follower), self._showing(plan)
             driver.on_note = self._note
+            ahead = stack.enter_context(self._advice_ahead(plan, study)) if advising else None
+            driver.on_spare = None if ahead is None else ahead.begin
             try:
                 stop = driver.run()
                 if confirming:
@@ -248,7 +253,7 @@ class _Run:
                 stop = Stop(StopKind.INTERRUPTED, "interrupted")
             _keep_sensitivity(planned, study, forecast)
             if advising and stop.kind is not StopKind.INTERRUPTED:
-                self._keep_outside(plan, study)
+                self._keep_outside(plan, study, ahead)
         return plan.name, stop
 
     def _note(self, text: str, *, label: str = "") -> None:
@@ -354,14 +359,29 @@ class _Run:
             kept=cache_folder() / "forecasts",
         )  # fmt: skip
 
-    def _keep_outside(self, plan: Plan, study: optuna.Study) -> None:
+    @contextlib.contextmanager
+    def _advice_ahead(self, plan: Plan, study: optuna.Study) -> Iterator["_Ahead | None"]:
+        """Advice that may begin beside the last probes; None on a real device, whose seconds it would disturb."""
+        estimator = self._estimator(plan, "advice") if plan.device.startswith("sim:") else None
+        if estimator is None:
+            yield None
+            return
+        ahead = _Ahead(study, replace(estimator, folder=estimator.folder.with_name(f"{plan.name}-ahead")))
+        try:
+            yield ahead
+        finally:
+            ahead.end()
+
+    def _keep_outside(self, plan: Plan, study: optuna.Study, ahead: "_Ahead | None") -> None:
         """Keep with the study what lies outside its tier, unless it is known from an earlier run of the same search."""
         record, trials = record_of(study), trials_of(study)
         best, estimator = winner(trials, **record.rule), self._estimator(plan, "advice")
         if estimator is None or is_known(record.outside, best, record.allow):
             return
         try:
-            keep_record(study, replace(record, outside=outside(best, trials, estimator, record.allow, tell=self._note)))
+            known = None if ahead is None else ahead.found(best, self._note)
+            found = known or outside(best, trials, estimator, record.allow, tell=self._note)
+            keep_record(study, replace(record, outside=found))
         except AutofitError as error:  # the search itself is done
             self._note(f"what lies outside the {record.allow} tier is not known: {error}")
         finally:
@@ -390,6 +410,59 @@ class _Run:
             self._note(f"the clock of {device} by this search's winner", label="calibrated")
         else:
             self._note(f"the clock of {device} stays as it is: {fitted.why}")
+
+
+class _Ahead:
+    """What lies outside the tier of a study's winner, simulated while the last probes run. It says nothing meanwhile.
+
+    These probes are for the front, so that the winner mostly stays; else all of it is dropped.
+    """
+
+    def __init__(self, study: optuna.Study, estimator: Estimator) -> None:
+        self._study, self._estimator = study, estimator
+        self._pool = ThreadPoolExecutor(1)
+        self._best: Trial | None = None
+        self._made: Future[dict[str, object] | None] | None = None
+        self._said: list[str] = []
+
+    def begin(self) -> None:
+        """Begin for the winner so far, if the study does not know the answer."""
+        record, trials = record_of(self._study), trials_of(self._study)
+        self._best = best = winner(trials, **record.rule)
+        if best is not None and not is_known(record.outside, best, record.allow):
+            self._made = self._pool.submit(
+                outside, best, trials, self._estimator, record.allow, tell=self._said.append
+            )  # fmt: skip
+
+    def found(self, best: Trial | None, tell: Callable[[str], None]) -> dict[str, object] | None:
+        """The answer for the winner `best`, and all that was to be said of it; None: it is to be looked for anew."""
+        if self._made is None or best != self._best:
+            return None
+        made = self._made.result()
+        for text in self._said:
+            tell(text)
+        return made
+
+    def end(self) -> None:
+        """Stop what is still at work."""
+        self._estimator.cancel()
+        self._pool.shutdown()
+        shutil.rmtree(self._estimator.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _database_made(folder: Path) -> Iterator[None]:
+    """Context in which another thread makes the studies' own database where there is none, in most of a second.
+
+    What is wrong with it is told by the call that opens it next.
+    """
+    database = database_of(folder)
+    if database.url is not None or is_there(database.path):
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: open_storage(folder, create=True).engine.dispose())
+        yield
 
 
 def _progress(found: SearchProgress, plan: Plan) -> Progress:

@@ -7,7 +7,8 @@ started it ends; running children then continue to their end.
 A call is one JSON line over a Unix socket: {"entry": "module:function", "argument", "cwd", "log", "env", "deadline_s",
 "cancel"}; the child is killed once the file named by `cancel` exists. With "ranks", a list of such keys for each, there
 is a child a rank, kept together. The reply is one JSON line with RanksEnded.
-If the caller closes the connection before the reply, the child is killed.
+If the caller closes the connection before the reply, the child is killed. With "detached" the reply is {"pid"}, once
+the child has begun, which the caller does not keep from then on.
 
 A server that was asked to stay (autofit.probing.kept_place) does not end with its starter: the next command is its
 child, and that command's calls are answered by it too (autofit.probing.kept_server).
@@ -16,6 +17,7 @@ child, and that command's calls are answered by it too (autofit.probing.kept_ser
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -41,6 +43,7 @@ from autofit.probing.supervise import ProcessEnding, RanksEnded, die_with_parent
 
 _COLD = "cold"  # argument of a server that imports nothing
 _LOG = "fork_server.log"
+_MOVES_WITHIN_S = 1.0
 _INSIDE = "AUTOFIT_INSIDE"  # in the environment of a process that imports the recipe's own code
 _IMPORTS_CODE = ("autofit.probing.inspection", "autofit.probing.worker", "autofit.forecast.worker")
 _STAYS = "stays="  # before the socket of a server that outlives its starter
@@ -119,12 +122,22 @@ class ForkServer:
         if self._process is not None:
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            if self._stays and Path(self.socket_path).exists():  # it is ready, and deletes its folder
+            if self._stays and Path(self.socket_path).exists():  # it is ready
+                self._wait_for_its_move()
                 return
             self._process.terminate()
             self._process.wait(timeout=30)
         if self._home is not None:
             self._home.close()
+
+    def _wait_for_its_move(self) -> None:
+        """Wait until the server that stays is where the next command looks, if that takes no longer than usual.
+
+        It deletes its first folder then: hundredths of a second, and a command that is given meanwhile would start one.
+        """
+        until = time.monotonic() + _MOVES_WITHIN_S
+        while Path(self.socket_path).exists() and self._lives() and time.monotonic() < until:
+            time.sleep(0.005)
 
 
 _begun: list[ForkServer] = []  # by `begin`, and not taken yet
@@ -164,6 +177,11 @@ def call(socket_path: str, message: Mapping[str, object], *, alive: object = Non
 def call_ranks(socket_path: str, message: Mapping[str, object], *, alive: object = None) -> RanksEnded:
     """The ends of the children of one call with "ranks". Raises as `call` does."""
     return RanksEnded.from_json(_answer(socket_path, message, alive))
+
+
+def detach(socket_path: str, message: Mapping[str, object]) -> int:
+    """The pid of a child that runs the function named by `message`, and outlives this process. Raises as `call`."""
+    return int(_answer(socket_path, {**message, "detached": True}, None)["pid"])
 
 
 def _answer(socket_path: str, message: Mapping[str, object], alive: object) -> dict[str, Any]:
@@ -215,15 +233,16 @@ def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) 
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:  # the starting process ended, perhaps killed before it could clean up
-                shutil.rmtree(os.path.dirname(socket_path), ignore_errors=True)
                 break
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
                 _keep_call(connection, json.loads(connection.makefile("rb").readline()))
             connection.close()
+    left = functools.partial(shutil.rmtree, os.path.dirname(socket_path), ignore_errors=True)
     if stays is not None:
-        kept_server.stay(stays, began_s=began_s, keep_call=_keep_call)
+        kept_server.stay(stays, began_s=began_s, keep_call=_keep_call, listens=left)
+    left()
 
 
 def _preload() -> None:
@@ -283,20 +302,27 @@ def _keep_call(connection: socket.socket, message: Mapping[str, Any]) -> None:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         keeper, calls = os.getpid(), [{**message, **own} for own in message.get("ranks", [{}])]
+        detached = "detached" in message
 
         def start(rank: int) -> int:
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 _run_call(calls[rank], keeper)
+            if detached:
+                tell({"pid": pid})
             return pid
 
         def left() -> bool:
             keep_small([str(one["log"]) for one in calls])
-            return _left(connection, message)
+            return not detached and _left(connection, message)
+
+        def tell(answer: Mapping[str, object]) -> None:
+            connection.sendall(json.dumps(answer).encode() + b"\n")
 
         ended = keep_ranks(start, len(calls), deadline_s=message["deadline_s"], abandoned=left)
-        connection.sendall(json.dumps(ended.to_json()).encode() + b"\n")
+        if not detached:
+            tell(ended.to_json())
     except BaseException:
         traceback.print_exc()
     finally:
@@ -322,7 +348,7 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
         module, function = str(message["entry"]).split(":")
         if module in _IMPORTS_CODE:
             as_inside()
-        code = getattr(importlib.import_module(module), function)(message["argument"])
+        code = getattr(importlib.import_module(module), function)(message["argument"]) or 0
     except BaseException:
         traceback.print_exc()
     finally:

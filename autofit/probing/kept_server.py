@@ -196,10 +196,11 @@ def _line(connection: socket.socket) -> bytes:
 KeepCall = Callable[[socket.socket, Mapping[str, Any]], None]
 
 
-def stay(path: str, *, began_s: float, keep_call: KeepCall) -> None:
+def stay(path: str, *, began_s: float, keep_call: KeepCall, listens: Callable[[], None] = lambda: None) -> None:
     """Serve at `path` until nothing was asked for some minutes, or a file of an imported module is another one.
 
-    `began_s` is when this process started to import: a module that was changed since may be imported half.
+    `began_s` is when this process started to import: a module that was changed since may be imported half. `listens` is
+    called once a command finds the server.
     """
     sys.stdout.flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -209,6 +210,7 @@ def stay(path: str, *, began_s: float, keep_call: KeepCall) -> None:
     os.chdir("/")
     kept_place.forget_the_terminal()
     with contextlib.suppress(OSError), _listening(Path(path)) as listener:
+        listens()
         for name in _OF_COMMANDS:
             with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
                 importlib.import_module(name)
@@ -254,9 +256,17 @@ def _marks() -> dict[str, tuple[int, int] | None]:
 
     Libraries ask once which others are there: after `pip install deepspeed` the next command must not hear "missing".
     """
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    files = {_file_of(module) for module in list(sys.modules.values())}
     found = {file: stamp(file) for file in files if isinstance(file, str) and os.path.isabs(file)}
     return found | {folder: stamp(folder) for folder in sys.path if os.path.basename(folder) in _OF_PACKAGES}
+
+
+def _file_of(module: object) -> object:
+    """The `__file__` of a module, if it has one; one that is loaded on use stays unloaded (MLflow takes 0.7 s)."""
+    try:
+        return object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:  # no module, but what one has put in its place
+        return getattr(module, "__file__", None)
 
 
 class _Server:

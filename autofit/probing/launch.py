@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from autofit.cluster.executor import LOCAL, SLURM, Executor, Kind
 from autofit.cluster.scheduler import Cluster, JobState, cluster_of
 from autofit.errors import EnvironmentFault
 from autofit.files import end_of, is_full, private_folder, read_json, write_json
+from autofit.probing.fork_server import detach
 from autofit.probing.job import answered, cancel, run_probe, waiting_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.supervise import lives, note_of
@@ -35,6 +37,7 @@ _ENDED = {  # by the state that Slurm gives it
     "DEADLINE": "was not over by its deadline",
 }  # fmt: skip
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a command's handlers raise an exception
+_AFTER_DEADLINE_S = 3600.0  # a job waits for its slot first
 _ATTEMPTS = 2  # a killed probe is repeated once
 _JOBS = 20  # attempts, where the cluster ended the job each time: no fault of the probe's
 _FAILED_JOBS = 3  # attempts, where the job ended each time, and the cluster tells no reason of its own
@@ -106,7 +109,10 @@ def lost_path(folder: Path) -> Path:
 
 
 class Launcher:
-    """submitit's LocalExecutor: one job per probe, which calls `function` with the path of its request."""
+    """Jobs of this machine: one per probe, which calls `function` with the path of its request.
+
+    submitit's LocalExecutor starts them; those of simulated probes are forks of the search's server.
+    """
 
     poll_s = 0.03  # between two looks at the probes that run
 
@@ -117,8 +123,12 @@ class Launcher:
     def submit(self, request: ProbeRequest) -> None:
         """Write the request and start its job, unless an earlier simulated probe answers it."""
         write_json(request.request_path, request.to_json())
-        if self._function is not run_probe or not answered(request):
-            start_job(request.folder, self._function, str(request.request_path), timeout_s=request.deadline_s + 3600)
+        ours = self._function is run_probe
+        if (ours and answered(request)) or (ours and request.device.startswith("sim:") and _is_forked(request)):
+            return
+        start_job(
+            request.folder, self._function, str(request.request_path), timeout_s=request.deadline_s + _AFTER_DEADLINE_S
+        )
 
     def result(self, folder: Path) -> ProbeResult | None:
         """The answer in `folder`; a LOST one if the job ended without an answer; None while the job runs."""
@@ -208,6 +218,29 @@ def start_job(
     with holding_back_interrupts():
         job = local.submit(function, argument)
         write_json(folder / "job.json", {"job_id": job.job_id, **note_of(int(job.job_id)), "submitted": time.time()})
+
+
+def _is_forked(request: ProbeRequest) -> bool:
+    """Whether the search's server runs the job of `request`, which outlives this process as submitit's do.
+
+    submitit starts two processes with imports of 0.5 s for it. A simulated probe needs none of a new one's environment.
+    """
+    if request.server_socket is None:
+        return False
+    private_folder(request.folder / "job")
+    message = {
+        "entry": f"{run_probe.__module__}:{run_probe.__name__}", "argument": str(request.request_path),
+        "cwd": str(Path.cwd()), "log": str(request.folder / "job" / "log.out"), "env": dict(os.environ),
+        "deadline_s": request.deadline_s + _AFTER_DEADLINE_S,
+    }  # fmt: skip
+    with holding_back_interrupts():
+        try:
+            pid = detach(request.server_socket, message)
+        except EnvironmentFault:  # it was killed
+            return False
+        job = {"job_id": str(pid), **note_of(pid), "submitted": time.time()}
+        write_json(request.folder / "job.json", job)
+    return True
 
 
 def is_alive(folder: Path) -> bool:

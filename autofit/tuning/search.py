@@ -203,6 +203,7 @@ class Search:
         self.on_progress: Callable[[SearchProgress], None] | None = None
         self.on_told: Callable[[Trial], None] = lambda _: None
         self.on_note: Callable[[str], None] = lambda _: None
+        self.on_spare: Callable[[], None] | None = None  # called once: the winner is found, and a slot is free
         sampler = study.sampler
         assert isinstance(sampler, CandidateSampler)
         self._sampler = sampler
@@ -229,6 +230,10 @@ class Search:
                     assert stop is not None
                     self._keep_the_rest()
                     return stop
+                found = stop is not None and stop.kind in _FOUND and len(self._live) < self.plan.parallel
+                if found and self.on_spare is not None:
+                    self.on_spare()
+                    self.on_spare = None
                 self._wait_for_one()
                 if self._repeats is not None and not self._out_of_time():
                     self._repeats.probe_doubted(self._trials, self.on_note)

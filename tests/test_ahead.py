@@ -1,0 +1,90 @@
+"""The advice after a search begins beside its last probes, once the winner is found."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import lawful
+import pytest
+from at_once import AtOnce
+from search_driver import plan
+
+from autofit.api import searching
+from autofit.forecast.estimate import Estimator
+from autofit.tuning.frontier import Trial, winner
+from autofit.tuning.search import Search, open_study
+from autofit.tuning.study import trials_of
+
+
+def search_in(folder: Path, *, trials: int | None, at_once: int) -> tuple[Search, list[int]]:
+    """A search that has ended, and how many probes were at work when it said that it had processors to spare."""
+    wanted = replace(plan(folder, trials), parallel=at_once)
+    search = Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once))
+    spare: list[int] = []
+    search.on_spare = lambda: spare.append(len(search._live))
+    search.run()
+    return search, spare
+
+
+@pytest.mark.parametrize(
+    ("trials", "at_once", "said"), [(None, 2, [1]), (None, 3, [2]), (None, 1, []), (3, 2, [])], ids=str
+)
+def test_processors_are_to_spare_once_the_winner_is_found_and_a_slot_is_free(
+    tmp_path: Path, trials: int | None, at_once: int, said: list[int]
+) -> None:
+    assert search_in(tmp_path, trials=trials, at_once=at_once)[1] == said
+
+
+class _Estimator:
+    """Stands in for an Estimator: nothing is simulated until it is cancelled, or let go."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cancelled = folder, threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def outside(
+    best: Trial | None, _: Sequence[Trial], estimator: Any, allow: str, *, tell: Callable[[str], None]
+) -> dict[str, object]:
+    assert best is not None
+    tell("trying something")
+    assert estimator.cancelled.wait(30)
+    return {"trial": best.number, "allow": allow, "changes": []}
+
+
+def test_what_was_found_ahead_is_said_for_the_winner_alone_and_ends_with_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "outside", outside)
+    study = search_in(tmp_path, trials=None, at_once=1)[0].study
+    best, said = winner(trials_of(study)), list[str]()
+    assert best is not None
+    estimator = _Estimator(tmp_path / "ahead")
+    estimator.folder.mkdir()
+    ahead = searching._Ahead(study, cast(Estimator, estimator))
+    assert ahead.found(best, said.append) is None  # not begun
+    ahead.begin()
+    assert ahead.found(replace(best, number=best.number + 1), said.append) is None
+    assert said == []
+    estimator.cancelled.set()
+    assert ahead.found(best, said.append) == {"trial": best.number, "allow": "neutral", "changes": []}
+    assert said == ["trying something"]
+    ahead.end()
+    assert not estimator.folder.exists()
+
+
+def test_advice_that_is_at_work_when_the_search_is_interrupted_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "outside", outside)
+    estimator = _Estimator(tmp_path / "ahead")
+    ahead = searching._Ahead(search_in(tmp_path, trials=None, at_once=1)[0].study, cast(Estimator, estimator))
+    ahead.begin()
+    ahead.end()
+    assert estimator.cancelled.is_set()
+    assert ahead._made is not None
+    assert ahead._made.done()
