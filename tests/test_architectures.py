@@ -85,7 +85,7 @@ def test_a_forecast_of_an_architecture_is_exact_or_rules_nothing_out(
             "accumulation": held.accumulation, "chunk": held.chunk,
         },
     )  # fmt: skip
-    model, mismatch = structure.model()
+    model, mismatch, _ = structure.model()
     told, traced = forecast_and_traced(structure, model, random_point(draw, generates=generates, lora=lora))
     assert told == traced
     made = Made(
@@ -115,7 +115,7 @@ def test_dense_layers_first_are_seen_in_a_real_grpo_training(tmp_path: Path, mon
         "grpo", None, dict(values), worst_case, varies_rank=False,
         hold_out={"B": 3, "accumulation": 4, "chunk": 2, "C": 20},
     )  # fmt: skip
-    model, mismatch = structure.model()
+    model, mismatch, _ = structure.model()
     point = Point(micro_batch=4, completion=16, rank=None, accumulation=2, chunk=2)
     told, traced = forecast_and_traced(structure, model, point)
     assert told == traced

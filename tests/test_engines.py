@@ -117,7 +117,7 @@ def test_a_forecast_with_vllm_agrees_with_the_trainer(tmp_path: Path, monkeypatc
         ranges={"B": (1, 64), "G": (1, 256), "C": (8, 300), "r": (2, 32)},
         hold_out={"B": 4, "C": 33, "r": 5, "accumulation": 2, "chunk": 2},
     )  # fmt: skip
-    model, mismatch = structure.model()
+    model, mismatch, _ = structure.model()
     assert mismatch.bytes_frac < 1e-4
     changed = values | {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 2,

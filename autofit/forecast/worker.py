@@ -301,7 +301,7 @@ class Structure:
     padded: bool = False  # whether the worst micro-batches have padding
     reused: bool  # True: a rollout serves several optimizer steps
     varies_rank: bool
-    evaluated_group: int  # completions of one prompt in an evaluation
+    evaluated_group: int = 1  # completions of one prompt in an evaluation
     ranges: Mapping[str, tuple[float, float]]
     hold_out: Mapping[str, int]
     sketch: bool = False  # True: `hold_out` has the completion, rank and chunk of a model of the micro-batch alone

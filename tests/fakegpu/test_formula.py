@@ -49,7 +49,7 @@ def structure(recipe: tuple[dict[str, object], Path]) -> Structure:
 
 @pytest.fixture(scope="module")
 def model(structure: Structure, tmp_path_factory: pytest.TempPathFactory) -> MassModel:
-    made, mismatch = structure.model()
+    made, mismatch, _ = structure.model()
     assert abs(mismatch.seconds_frac) < 0.02
     assert mismatch.bytes_frac == 0.0  # of a configuration that no trace of the model has, with all layers
     made.save(path := tmp_path_factory.mktemp("model") / "model.npz")
@@ -156,7 +156,7 @@ def test_what_moves_to_the_host_or_differs_by_layer_is_evaluated_as_traced(
     stack = structure.stack
     assert stack is not None
     assert stack.period == (3 if "activation_checkpointing_kwargs" in changes else 1)
-    model, mismatch = structure.model()
+    model, mismatch, _ = structure.model()
     assert mismatch.bytes_frac < 5e-4
     point = Point(micro_batch=7, completion=0, rank=9, accumulation=2, chunk=1)
     traced = structure.recording.trace(point).peaks
