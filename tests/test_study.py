@@ -18,6 +18,7 @@ from optuna.storages import RDBStorage
 from search_driver import main as drive
 
 from autofit.api import planning, searching
+from autofit.api.reading import drop
 from autofit.cli import main
 from autofit.errors import EnvironmentFault
 from autofit.tuning.study import database_errors, load_study, open_storage
@@ -192,7 +193,7 @@ def test_the_database_is_made_beside_the_forecast(
         while not (database := planned.plan.folder / "studies.db").exists() and time.monotonic() < until:
             time.sleep(0.01)
         found.append(database.exists())
-        searching.drop(planned.scratch)
+        drop(planned.scratch)
         raise EnvironmentFault("enough")
 
     monkeypatch.setattr(searching._Run, "_forecast", forecast)
