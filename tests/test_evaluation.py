@@ -187,9 +187,10 @@ def test_a_probe_has_the_evaluation_as_a_phase_and_its_seconds_in_no_step(
     )
     peaks = {phase.name: phase for phase in found.phases}
     assert [phase for name, phase in peaks.items() if name != EVALUATION] == list(without.phases)
-    assert peaks[EVALUATION].peak_allocated_bytes == found.peak_allocated_bytes > without.peak_allocated_bytes
+    assert peaks[EVALUATION].peak_allocated_bytes == found.peak_allocated_bytes
+    assert (found.peak_allocated_bytes or 0) > (without.peak_allocated_bytes or 0)
     assert (found.step_s, found.phase_s) == (without.step_s, without.phase_s)
-    assert found.least_capacity_bytes > without.least_capacity_bytes
+    assert (found.least_capacity_bytes or 0) > (without.least_capacity_bytes or 0) > 0
 
 
 @pytest.mark.parametrize("trainer", ["sft", "grpo"])
@@ -201,7 +202,8 @@ def test_a_probe_of_a_device_evaluates_before_it_saves(
     names = [phase.name for phase in found.phases]
     assert names.index(EVALUATION) < names.index("save")
     peaks = {phase.name: phase.peak_allocated_bytes for phase in found.phases}
-    assert peaks[EVALUATION] == found.peak_allocated_bytes > 1.1 * peaks["update"]
+    assert peaks[EVALUATION] == found.peak_allocated_bytes
+    assert peaks[EVALUATION] > 1.1 * (peaks["update"] or 0)
 
 
 @pytest.mark.slow

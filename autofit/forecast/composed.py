@@ -83,10 +83,9 @@ class Composer:
         parts = self._parts(start, shapes)
         if structure == start:
             engine, prompt = made.model.engine, self.prompt_tokens
-            parts, least = (
-                each.with_engine(engine, prompt) for each in (parts, parts.with_evaluated(made.evaluated, least=True))
-            )
-            return Told(parts=parts, least_live_bytes=least.live_bytes, source=Source.WHOLE)
+            sure = parts.with_evaluated(made.evaluated, least=True).with_engine(engine, prompt)
+            whole = parts.with_engine(engine, prompt)
+            return Told(parts=whole, least_live_bytes=sure.live_bytes, source=Source.WHOLE)
         if (effects := self._effects(structure, shapes)) is None:
             return None
         seconds, engine = dict(parts.seconds), made.model.engine

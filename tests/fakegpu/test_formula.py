@@ -73,7 +73,7 @@ def test_seconds_that_are_forecast_a_quarter_too_short_rule_nothing_out(
         return {segment: 0.77 * each for segment, each in original(*args).items()}
 
     monkeypatch.setattr(MassModel, "seconds", too_short)
-    found = structure._mismatch(model)
+    found, _ = structure._held_out(model)
     assert (found.bytes_frac, round(found.seconds_frac, 1)) == (0.0, -0.2)
     made = Made(model=model, mismatch=found.bytes_frac, seconds_mismatch=found.seconds_frac)
     assert re.search("forecast 2[2-5]% too short", made.problem)
