@@ -487,6 +487,10 @@ def test_a_log_of_verl_is_read_from_the_console_and_from_jsonl_alike(tmp_path: P
         read_log(console)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_log(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: reading would wait for ever
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
+        with pytest.raises(ConfigError, match=f"must be a log of verl, and is {kind}"):
+            read_log(path)
 
 
 def test_a_log_is_held_against_the_actors_bytes_and_all_optimizer_steps_of_a_generation(tmp_path: Path) -> None:

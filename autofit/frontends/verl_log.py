@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.errors import ConfigError
+from autofit.files import regular_bytes
 
+_MOST_BYTES = 1 << 30  # a step's line has about 4 KB
 _GIB = 1 << 30  # verl divides bytes by it and calls them gb (engine_workers.py, line 218)
 _ALLOCATED, _RESERVED = "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"
 _SECONDS = "timing_s/"
@@ -36,7 +38,9 @@ class VerlLog:
 def read_log(path: Path) -> VerlLog:
     """The log at `path`. Raises ConfigError for a file that has no step of verl in it."""
     try:
-        text = path.read_text("utf-8", errors="replace")
+        text = regular_bytes(path, most=_MOST_BYTES, what="a log of verl")[0].decode("utf-8", errors="replace")
+    except ConfigError as error:
+        raise ConfigError(f"--verl-log: {path} {error}") from error
     except OSError as error:
         raise ConfigError(f"--verl-log: {path} cannot be read: {error.strerror}") from error
     steps = [step for line in text.splitlines() if (step := dict(_metrics(line)))]
