@@ -87,12 +87,17 @@ def printable(text: str, most: int) -> str:
     return f"{line[: most - 20]}... ({len(text):,} characters)"
 
 
+def visible(text: str) -> str:
+    """`text` with its control characters, but for white space, as escapes: none moves a terminal's cursor."""
+    return "".join(c if c.isprintable() or c.isspace() else f"\\x{ord(c):02x}" for c in text)
+
+
 def one_line(text: str, most: int = MOST_OF_A_LINE) -> str:
     """`text` as one line of at most `most` printable characters: the middle of a longer one is left out.
 
     The beginning says what must hold, and the end what to change.
     """
-    line = " ".join("".join(c if c.isprintable() or c.isspace() else f"\\x{ord(c):02x}" for c in text).split())
+    line = " ".join(visible(text).split())
     if len(line) <= most:
         return line
     tail = most // 3

@@ -13,8 +13,7 @@ import recipes
 import torch
 import yaml
 from at_once import probed
-from fakegpu.tiny_trainers import Case as Model
-from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
+from fakegpu.tiny_trainers import profiler_peak_bytes, saved_model
 from probed_anew import probed_anew
 from rank_peaks import real_peaks
 from trl.trainer import dpo_trainer, sft_trainer
@@ -70,11 +69,7 @@ DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA 
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    build_model(Model(kind="sft")).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 class Evaluates(Report):

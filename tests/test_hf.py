@@ -11,7 +11,7 @@ import torch
 import yaml
 from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
-from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
+from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, saved_model, tokenizer
 from peft import LoraConfig
 from transformers import AutoConfig
 
@@ -36,11 +36,7 @@ PACKED: dict[str, object] = {"packing": True, "block_diagonal": True}
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of two layers and 4,003 words, so that the logits are what decides."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    build_model(Model(kind="sft")).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from autofit.commands.bar import SCREEN
-from autofit.errors import ConfigError, printable, quoted
+from autofit.errors import ConfigError, printable, quoted, visible
 from autofit.lines import on_terminal
 from autofit.tuning.storage import storage_option
 
@@ -50,8 +50,8 @@ def show_line(text: str) -> None:
 
 def show_fact(name: str, text: str) -> None:
     """Print `name: text`, the names of several such lines one under another."""
-    label, text = f"{name:>16}: ", "".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text)
-    print(on_terminal(label + text, is_terminal=sys.stdout.isatty(), label=len(label)))
+    label = f"{name:>16}: "
+    print(on_terminal(label + visible(text), is_terminal=sys.stdout.isatty(), label=len(label)))
 
 
 def stranger_in(packages: Path) -> str | None:
@@ -230,16 +230,13 @@ def was_interrupted() -> bool:
 
 
 def lose_no_interrupt() -> None:
-    """Python drops an exception in a destructor or a callback of a weak reference: Ctrl-C there is sent once more."""
+    """Let Ctrl-C be noted, and sent once more where Python drops it: in a destructor or a weak reference's callback."""
     _came.clear()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_main():
+    in_main = threading.current_thread() is threading.main_thread()  # others may set no handler
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     if not isinstance(sys.unraisablehook, _Again):
         sys.unraisablehook = _Again(sys.unraisablehook)
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
 
 def _evaluates(draft: Draft) -> bool:
     """Whether the training evaluates: it has samples for it, and a time (_configure_save_and_eval_strategy)."""
-    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
-    often = draft.says("eval_steps") or draft.says("evals_per_epoch") or strategy not in (None, False, "no")
+    often = draft.says("eval_steps") or draft.says("evals_per_epoch") or evaluation.is_asked_for(draft)
     return often and (draft.says("val_set_size") or draft.says("test_datasets"))
 
 

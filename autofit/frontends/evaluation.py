@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from autofit.frontends.draft import Draft
+from autofit.recipe.keys import evaluates
 
 _SAMPLES = "per_device_eval_batch_size"
+
+
+def is_asked_for(draft: Draft) -> bool:
+    """Whether the file has a strategy of evaluation, by transformers' key of today or of before 2024."""
+    given = draft.given
+    return evaluates({"eval_strategy": given.get("eval_strategy", given.get("evaluation_strategy"))})
 
 
 def take(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: int) -> None:

@@ -107,7 +107,7 @@ def _recipe(given: dict[str, object], folder: Path, ranks: int | None, program: 
     lengths = [draft.whole(key) for key in _LENGTHS]
     tokens = next((length for length in lengths if length is not None), None)
     keys.take(draft)
-    if draft.given.get("eval_strategy", draft.given.get("evaluation_strategy")) not in (None, False, "no"):
+    if evaluation.is_asked_for(draft):
         evaluation.take(draft, "hf", usual=8)
     if unread := draft.left():
         draft.note(f"left out, as only {program} knows what they do: {', '.join(unread)}")

@@ -109,8 +109,7 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
 
 def _evaluation(draft: Draft) -> None:
     """transformers' default of samples at once is 8, whatever the training's are."""
-    strategy = draft.given.get("eval_strategy", draft.given.get("evaluation_strategy"))
-    if strategy not in (None, "no", False) or draft.says("do_eval"):
+    if evaluation.is_asked_for(draft) or draft.says("do_eval"):
         evaluation.take(draft, "hf", usual=8)
 
 

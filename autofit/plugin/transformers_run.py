@@ -70,9 +70,10 @@ class Spot(TrainerCallback):  # type: ignore[misc]
         return True
 
 
+_EVALUATES = "evaluates_now"  # an attribute of a trainer
+
 # What a checkpoint has besides trainer_state.json and the scheduler: each entry has all names of one file. FSDP writes
 # one file, or a folder of shards in which .metadata comes last; DeepSpeed writes `latest` after every rank's share.
-_EVALUATES = "evaluates_now"  # an attribute of a trainer
 _STEP_OF_DEEPSPEED = "accelerator.deepspeed_engine_wrapped.engine.step"
 _WEIGHTS = ("adapter_model.*", "model*.safetensors", "pytorch_model*.bin")
 _ALIKE = (("optimizer.pt",), _WEIGHTS)

@@ -32,8 +32,8 @@ from autofit.space.knob import (
 
 _TO_SIMULATE = ("deepspeed",)  # packages whose own code runs on the simulated card too
 _OF_RANKS = ("ranks", "server", "divides-heads")  # needs without which there is nothing to choose
-EVALUATION = "evaluation"
-_FACTS = ("lora", "cuda", "card", "bf16", EVALUATION, *_OF_RANKS)  # every other need is a package
+_EVALUATION = "evaluation"
+_FACTS = ("lora", "cuda", "card", "bf16", _EVALUATION, *_OF_RANKS)  # every other need is a package
 
 
 def checked(knobs: Sequence[Knob], recipe: Recipe) -> tuple[Knob, ...]:
@@ -106,7 +106,7 @@ def _concerns(knob: Knob, recipe: Recipe) -> bool:
     """Whether the recipe has what the knob is about: several ranks, a vLLM server beside them, or an evaluation."""
     has = {
         "ranks": recipe.launch.ranks > 1, "server": recipe.launch.server_ranks > 0,
-        EVALUATION: recipe.evaluated_samples > 0,
+        _EVALUATION: recipe.evaluated_samples > 0,
     }  # fmt: skip
     return all(has.get(need, True) for need in knob.needs)
 
@@ -118,7 +118,7 @@ def _with_possible_values(knob: Knob, recipe: Recipe, device: str, card: str | N
     if "divides-heads" in knob.needs:
         heads, ranks = attention_heads(recipe.model) or 1, recipe.world_size
         gone |= {n for n in knob.values if isinstance(n, int) and (ranks % n or heads % n)}
-    if EVALUATION in knob.needs:  # TRL evaluates whole groups
+    if _EVALUATION in knob.needs:  # TRL evaluates whole groups
         found = {v: next(iter(listed_values(replace(knob, values=(v,)), recipe)), None) for v in knob.values}
         gone |= {v for v, n in found.items() if isinstance(n, int) and n * recipe.world_size % recipe.evaluated_group}
     said = [f"{', '.join(map(str, values))}: {reason}" for reason, values in reasons if reason and device != "cpu"]
@@ -169,7 +169,7 @@ def _missing(need: str, recipe: Recipe, device: str, card: str | None) -> str:
         return "" if recipe.uses_lora else "the recipe trains without LoRA (use_peft)"
     if need == "cuda":
         return "it needs a GPU, and probes run on the CPU" if device == "cpu" else ""
-    if need in (*_OF_RANKS, EVALUATION):
+    if need in (*_OF_RANKS, _EVALUATION):
         return ""
     if need == "card":
         return "" if device == "cuda" else "only a real card shows the effect"

@@ -71,6 +71,14 @@ def build_model(case: Case, **changes: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(shape, dtype=case.dtype, attn_implementation=case.attention)
 
 
+def saved_model(folder: Path) -> Path:
+    """The `folder` with a small causal model and its tokenizer."""
+    torch.manual_seed(0)
+    build_model(Case(kind="sft")).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 def train(case: Case, folder: Path, *, length: int = 128, model: Callable[[], PreTrainedModel] | None = None) -> object:
     """Build the trainer of a case and run its public `train()`; returns the trainer."""
     build = model or (lambda: build_model(case))
