@@ -194,5 +194,5 @@ SAMPLES, ROLLOUTS = PlainTrainer(generates=False), PlainTrainer(generates=True)
 def write_model(folder: Path, config: Any) -> Path:
     """The config in `folder/model`, and what a worst case says of its samples."""
     config.save_pretrained(folder / "model")
-    (folder / "worst_case.json").write_text(json.dumps({"longest_tokens": 24, "longest_prompt_tokens": PROMPT}))
+    (folder / "worst_case.json").write_text(json.dumps({"longest_tokens": 24, "prompt_tokens": PROMPT}))
     return folder / "model"

@@ -106,6 +106,10 @@ def test_what_a_trainer_tells_is_whole(recipe: Recipe) -> None:
     assert set(recipe.tiers) <= set(recipe.resolved)
     assert (recipe.longest_prompt_tokens is None) is not recipe.generates
     assert (recipe.longest_sample_tokens is None) is recipe.generates
+    if recipe.forecasts:  # which reads the lengths there
+        worst_case = WorstCase(path=worst_case_path(Path.cwd() / "i")).facts
+        longest = recipe.longest_prompt_tokens, recipe.longest_sample_tokens
+        assert (worst_case.get("prompt_tokens"), worst_case.get("longest_tokens")) == longest
     recipe.check()
     space = Space.of(recipe, space_knobs(recipe), allow="recipe")
     assert not [knob for knob, reason in space.left_out.items() if "no such key" in reason]

@@ -52,7 +52,7 @@ class Sorted:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
-        return int(self.facts.get("longest_prompt_tokens", self.facts.get("prompt_tokens", 0)))
+        return int(self.facts.get("prompt_tokens", 0))
 
     @cached_property
     def own(self) -> Structure:

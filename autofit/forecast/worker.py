@@ -416,7 +416,7 @@ class Structure:
 
     @property
     def _prompt_tokens(self) -> int:
-        return int(self._worst_case.get("longest_prompt_tokens", 0))
+        return int(self._worst_case.get("prompt_tokens", 0))
 
     @cached_property
     def _worst_case(self) -> dict[str, Any]:
@@ -449,8 +449,7 @@ class Structure:
         shape = Shape(want["B"], want["accumulation"], want["chunk"], want.get("C", 0), want.get("r", 0))
         told = Parts.of(model, recording.layers, (shape,))
         peak = seen.peaks.pop(EVALUATION, None)
-        prompt = int(self._worst_case.get("prompt_tokens", 0))
-        evaluated = None if peak is None else Evaluated.of(peak, told, prompt=prompt)
+        evaluated = None if peak is None else Evaluated.of(peak, told, prompt=self._prompt_tokens)
         top = max(seen.peaks.values())
         bytes_frac = max(
             abs((float(told.peaks[phase][0]) if phase in told.peaks else 0.0) - peak) / top
