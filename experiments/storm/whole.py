@@ -47,7 +47,7 @@ _TRACED = (
     ["estimate", "sft/run.yaml", "--gpu", "2xh100"],
 )
 _TRACES_S = 180.0
-_LONGEST_S = {True: 30.0, False: 90.0}
+_LONGEST_S = {True: 10.0, False: 90.0}
 _INTERRUPTED_AT = (-2.5, 0.5)  # exponents of ten of the seconds: most commands end in less than one
 _LONGEST_LINE = 1000
 
@@ -161,7 +161,7 @@ def _try(forks: Forks, template: Path, home: Path, seed: int, number: int, found
 
 def _interruptions(command: str) -> float:
     """How often the command gets Ctrl-C at a random moment: a whole simulation takes as long as a hundred refusals."""
-    return 1.0 if command in _SERVES else 0.75 if command in _WORKS else 0.2
+    return 1.0 if command in _SERVES else 0.9 if command in _WORKS else 0.2
 
 
 def _wrong(code: int, said: str, home: Path, *, interrupted: bool) -> list[str]:
