@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from rank_peaks import allocator_bytes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -163,13 +164,6 @@ _MAKERS = {"sft": _sft, "dpo": _dpo, "reward": _reward, "grpo": _grpo}
 def profiler_peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes the real CPU allocator held during `run`, from the profiler's record of every allocation."""
     gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return allocator_bytes(profile)[0]
