@@ -797,7 +797,9 @@ def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of
     (tmp_path / "model").mkdir()
     path = tiny.write_model(tmp_path / "model", hidden=256, layers=8)
     worst_case = WorstCase(path=worst_case_path(tmp_path))
-    values = values_of(path, lora_rank=4, param_offload=True, **sync)
+    values = values_of(
+        path, lora_rank=4, param_offload=True, gradient_accumulation_steps=1, steps_per_generation=1, **sync
+    )
     TRAINER.inspect(values, Inspection(device="sim:h100", worst_case=worst_case, ranks=8))
     launch = Launch(ranks=8, sharding="fsdp1")
     request = ProbeRequest(
