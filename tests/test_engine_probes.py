@@ -9,9 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
+from at_once import AtOnce
 from engine_stand_in import BESIDE_ENGINE, engine_env, engines_in
 
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.job import run_probe
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
@@ -37,7 +39,7 @@ def request_of_one(
 
 
 def test_the_run_resumes_beside_an_engine_in_a_second_process(request_of_one: ProbeRequest) -> None:
-    result = Launcher().run(request_of_one)
+    result = AtOnce(run_probe).run(request_of_one)
     assert result.status is ProbeStatus.FIT, result.reason + request_of_one.log_path.read_text()
     (first, second) = engines_in(request_of_one.cwd)
     assert first[1] == second[0]  # which started the first
@@ -53,7 +55,7 @@ def test_the_run_resumes_beside_an_engine_in_a_second_process(request_of_one: Pr
 
 def test_ranks_resume_in_second_processes_too(request_of_one: ProbeRequest) -> None:
     values = {**request_of_one.values, LAUNCH: Launch(ranks=2, sharding="ddp").to_values()}
-    result = Launcher().run(replace(request_of_one, values=values))
+    result = AtOnce(run_probe).run(replace(request_of_one, values=values))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
     assert sorted(rank for _, _, rank in engines_in(request_of_one.cwd)) == [0, 0, 1, 1]
@@ -62,7 +64,7 @@ def test_ranks_resume_in_second_processes_too(request_of_one: ProbeRequest) -> N
 
 def test_an_engine_that_finds_no_room_is_an_oom_of_the_first_process(request_of_one: ProbeRequest) -> None:
     (request_of_one.cwd / "engines.full").touch()
-    result = Launcher().run(request_of_one)
+    result = AtOnce(run_probe).run(request_of_one)
     assert result.status is ProbeStatus.OOM, result.reason
     assert "No available memory" in result.reason
     assert result.oom_phase == "load"

@@ -108,7 +108,7 @@ def test_a_forecast_with_vllm_agrees_with_the_trainer(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
             "vllm_enable_sleep_mode": True, "vllm_max_model_length": 512}  # fmt: skip
-    recipe = yaml.safe_load(tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "m", layers=8), **vllm).read_text())
+    recipe = yaml.safe_load(tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "m", layers=5), **vllm).read_text())
     worst_case = tmp_path / "worst_case.json"
     values: Any = inspect("grpo", recipe, "sim:l4", worst_case)["values"]
     structure = Structure(
@@ -127,6 +127,6 @@ def test_a_forecast_with_vllm_agrees_with_the_trainer(tmp_path: Path, monkeypatc
         task = Task(device="sim:l4", output=tmp_path / "o", worst_case=WorstCase(path=worst_case), steps=2)
         load("grpo").build(changed, task).train(Report())
     prompt_tokens = int(WorstCase(path=worst_case).facts["prompt_tokens"])
-    parts = Parts.of(model, 8, (Shape(2, 4, 2, 48, 6, 4, 0.6, 512),)).with_engine(model.engine, prompt_tokens)
+    parts = Parts.of(model, 5, (Shape(2, 4, 2, 48, 6, 4, 0.6, 512),)).with_engine(model.engine, prompt_tokens)
     assert parts.live_bytes[0] == pytest.approx(gpu.memory.allocator.peak_requested_bytes, rel=1e-5)
     assert 2 * parts.step_s[0] == pytest.approx(gpu.elapsed_s, rel=0.3)

@@ -170,7 +170,7 @@ class Here:
 def test_two_settings_together_are_predicted_from_sketches_of_a_real_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_model(tmp_path, random_config("llama", random.Random(0), layers=6))
+    model = write_model(tmp_path, random_config("llama", random.Random(0), layers=5))
     values: dict[str, Any] = {
         "model": str(model), "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "chunk": 2,
         "group": 2, "completion": 24, "checkpointing": True, "dtype": "bfloat16", "lora_r": 0,

@@ -83,7 +83,7 @@ def test_the_other_trainers_run_on_a_simulated_card(
     (model / "model.safetensors").unlink()  # a config is enough
     (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **sizes}))
     path = tiny.write_offline_recipe(trainer, folder, model, **{"dtype": "bfloat16", "bf16": True, **changes})
-    result = probe(path, tmp_path / "p", fork_server, limit_bytes=None, trainer=trainer)
+    result = probe(path, tmp_path / "p", fork_server, limit_bytes=None, trainer=trainer, least_of_fits=False)
     assert result.status is ProbeStatus.FIT, result.reason
     scoring = {"scoring"} if "precompute_ref_log_probs" in changes else set()
     assert {p.name for p in result.phases} == {"load", "update", "optimizer", *scoring}
@@ -100,7 +100,7 @@ def test_a_deep_model_is_traced_with_few_layers_and_counted_with_all(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model", layers=12))
-    found = probe(recipe, tmp_path / "deep", fork_server, limit_bytes=None)
+    found = probe(recipe, tmp_path / "deep", fork_server, limit_bytes=None, least_of_fits=False)
     assert found.status is ProbeStatus.FIT, found.reason
     assert "traced again" not in (tmp_path / "deep" / "probe.log").read_text()
     layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)  # q, o; k, v; gate, up, down, in fp32
@@ -116,7 +116,7 @@ def test_vllm_has_its_share_of_the_card_with_all_layers_and_wakes_up(
     monkeypatch.chdir(tmp_path)
     changes = {"use_vllm": True, "vllm_mode": mode, "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True}
     recipe = tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "model", layers=12), **changes)
-    found = probe(recipe, tmp_path / "p", fork_server, limit_bytes=None)
+    found = probe(recipe, tmp_path / "p", fork_server, limit_bytes=None, least_of_fits=False)
     assert found.status is ProbeStatus.FIT, found.reason
     assert "traced again" not in (tmp_path / "p" / "probe.log").read_text()
     held = {phase: categories.get("vLLM", 0) for phase, categories in found.categories.items()}
