@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny
-from at_once import probed
+from at_once import AtOnce, probed
 from rank_peaks import real_peaks
 
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.job import run_probe
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
@@ -171,7 +172,7 @@ def test_a_deadline_ends_all_ranks(recipe: Recipe, tmp_path: Path, fork_server: 
 
 @pytest.mark.slow
 def test_ranks_start_without_a_fork_server_too(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
-    cold = Launcher().run(request_of(recipe, tmp_path / "cold", None))
+    cold = AtOnce(run_probe).run(request_of(recipe, tmp_path / "cold", None))
     warm = probed(request_of(recipe, tmp_path / "warm", fork_server))
     assert cold.status is ProbeStatus.FIT, cold.reason
     apart = [a.peak_allocated_bytes - b.peak_allocated_bytes for a, b in zip(cold.ranks, warm.ranks, strict=True)]
