@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from at_once import probed
 from engine_stand_in import BESIDE_ENGINE, HELD_BYTES, engine_env, engines_in
 from null_gpu.build import NullGpu, h100s
 from test_rank_probes import Killer, no_process_names
@@ -177,7 +178,7 @@ def test_every_trainer_is_read_and_probed_with_so_many_cards_visible(
     cards(visible)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of(trainer, tmp_path, tiny_model, server)
-    result = Launcher().run(request_of(recipe, server, slots_of(visible)[:1]))
+    result = probed(request_of(recipe, server, slots_of(visible)[:1]))
     assert result.status is ProbeStatus.FIT, result.reason
     assert result.peak_reserved_bytes is not None
     assert result.device_used_bytes is not None
@@ -192,7 +193,7 @@ def test_quantised_weights_are_probed_by_bitsandbytes_own_cuda_library(
     monkeypatch.chdir(tmp_path)
     model = tiny.write_model(tmp_path / "model", hidden=256)
     recipe = recipe_of("sft", tmp_path, model, server, **{bits: True})
-    result = Launcher().run(request_of(recipe, server, slots_of(1)))
+    result = probed(request_of(recipe, server, slots_of(1)))
     assert result.status is ProbeStatus.FIT, result.reason
 
 
@@ -205,7 +206,7 @@ def test_two_ranks_are_probed_on_two_cards(
     cards(2)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of(trainer, tmp_path, tiny_model, server, ranks=2)
-    result = Launcher().run(request_of(recipe, server, slots_of(2), sharding=sharding))
+    result = probed(request_of(recipe, server, slots_of(2), sharding=sharding))
     assert result.status is ProbeStatus.FIT, result.reason
     assert [one.rank for one in result.ranks] == [0, 1]
 
@@ -219,7 +220,7 @@ def test_a_run_resumes_beside_one_engine_and_not_the_first_ones_bytes_too(
     cards(ranks)
     monkeypatch.chdir(tmp_path)
     recipe = recipe_of("grpo", tmp_path, tiny_model, server, ranks=ranks)
-    alone = Launcher().run(request_of(recipe, server, slots_of(ranks)))
+    alone = probed(request_of(recipe, server, slots_of(ranks)))
     engine = engine_env(tmp_path)
     for name, value in {**null_gpu.env(), **engine}.items():
         monkeypatch.setenv(name, value)
@@ -242,7 +243,7 @@ def test_a_target_below_the_card_is_an_oom_in_its_phase(
     monkeypatch.chdir(tmp_path)
     model = tiny.write_model(tmp_path / "model", hidden=2048)
     recipe = recipe_of("sft", tmp_path, model, server, use_peft=False)
-    result = Launcher().run(request_of(recipe, server, slots_of(1), limit_bytes=int(1.2 * GB)))
+    result = probed(request_of(recipe, server, slots_of(1), limit_bytes=int(1.2 * GB)))
     assert result.status is ProbeStatus.OOM, result.reason
     assert result.oom_phase in ("load", "update", "optimizer")
 
@@ -255,7 +256,7 @@ def test_an_oom_of_one_rank_whose_card_others_fill_is_told_with_the_rank(
     model = tiny.write_model(tmp_path / "model", hidden=2048)
     recipe = recipe_of("sft", tmp_path, model, server, ranks=2, use_peft=False)
     cards(2, used_mib={1: 81559 - 530 - 1200})  # 700 MiB beside the context
-    result = Launcher().run(request_of(recipe, server, slots_of(2)))
+    result = probed(request_of(recipe, server, slots_of(2)))
     assert (result.status, result.rank) == (ProbeStatus.OOM, 1), result.reason
 
 
@@ -270,7 +271,7 @@ def test_a_killed_rank_ends_all_and_gives_its_card_back(
     killer: threading.Thread = Killer(request, 1, "update")
     request.folder.mkdir()
     killer.start()
-    result = Launcher().run(request)
+    result = probed(request)
     killer.join()
     assert (result.status, result.cause, result.rank) == (ProbeStatus.LOST, Cause.KILLED, 1)
     assert no_process_names(request.folder)
