@@ -208,12 +208,12 @@ def stand_in_model(name: str, folder: Path, *, key: str = "model_name_or_path", 
     except (OSError, ValueError, KeyError, TypeError):
         pass
     else:
-        if _has_vocabulary(name, loading.get("revision")):  # some classes load without a file, with no vocabulary
+        if has_vocabulary(name, loading.get("revision")):  # some classes load without a file, with no vocabulary
             return name
     return _write(home, config, copied=Path(name) if os.path.isdir(name) else None)
 
 
-def _has_vocabulary(name: str, revision: str | None) -> bool:
+def has_vocabulary(name: str, revision: str | None) -> bool:
     """Whether a vocabulary file of `name` is in its folder, or in the hub's cache (loading has fetched it)."""
     from huggingface_hub import try_to_load_from_cache
 

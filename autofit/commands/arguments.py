@@ -235,8 +235,16 @@ def parser() -> argparse.ArgumentParser:
     script.add_argument("--target-vram", metavar="SIZE", help="memory to fit into (default: the whole card)")
     script.add_argument("--steps", type=int, default=2, metavar="N",
                         help="optimizer steps after which the script is ended (default: 2)")  # fmt: skip
+    script.add_argument("--prompt-tokens", type=int, metavar="N",
+                        help="where its data are not on this machine: samples of N tokens stand in")  # fmt: skip
+    script.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="change a field of its TrainingArguments; may be given several times")  # fmt: skip
+    script.add_argument("--advice-time", default="60s", metavar="TIME",
+                        help="where it does not fit: time for changes to be tried, each a run of the script (default: "
+                             "60s; 0: none)")  # fmt: skip
     _shared(script, "--json")
-    script.add_argument("script", type=Path, metavar="SCRIPT", help="a Python script; it sees no network")
+    script.add_argument("script", type=Path, metavar="SCRIPT",
+                        help="a Python script or a notebook (.ipynb); it sees no network")  # fmt: skip
     script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
     server = _command(commands, "server", "show or stop the kept server that makes the next command answer at once")

@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from autofit.commands.bar import Bar, words_of
@@ -32,6 +33,8 @@ from autofit.errors import ConfigError, quoted
 if TYPE_CHECKING:
     from autofit.api import Check, Estimate, Event
     from autofit.frontends.foreign import Explanation
+    from autofit.scripts.changes import Offer
+    from autofit.scripts.running import ScriptCheck
 
 Answer = TypeVar("Answer", "Check", "Estimate")
 READING, SIMULATING = "reading the recipe", "simulating the recipe"  # steps of a prediction
@@ -105,17 +108,46 @@ def fit_check(options: argparse.Namespace) -> int:
     if options.gpu is None:
         raise ConfigError("name the card before the script: autofit fit-check --gpu NAME SCRIPT ...; what stands after "
                           "the script is its own")  # fmt: skip
-    from autofit.fitscript import fit_script
+    from autofit.api.arguments import seconds_or_none
+    from autofit.scripts.running import Script, fit_script
 
+    script = Script(
+        path=options.script, arguments=options.arguments, prompt_tokens=options.prompt_tokens,
+        changes=settings(options.set),
+    )  # fmt: skip
+    advice_s = seconds_or_none("advice-time", options.advice_time)
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no result
-        found = fit_script(
-            options.script, options.arguments, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram
-        )
-    if options.json:
-        print(json.dumps(found.to_dict()))
-    else:
+        checked = fit_script(script, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram)
+    found = checked.found
+    if not options.json:
         show_lines(str(found).splitlines())
+    made = []
+    for offer in _offers(options, checked, advice_s):
+        made.append(offer)
+        if not options.json:
+            show_lines([str(offer) if len(made) > 1 else f"what makes it fit at the same effective batch:\n{offer}"])
+    if options.json:
+        print(json.dumps(found.to_dict() | {"offers": [offer.to_dict() for offer in made]}))
     return DONE if found.fits else NOTHING_FITS
+
+
+def _offers(options: argparse.Namespace, checked: "ScriptCheck", advice_s: float) -> "Iterator[Offer]":
+    """What makes a script fit that does not, as it is found."""
+    from autofit.scripts.changes import Advice, asked_again
+
+    if checked.found.fits or checked.found.least_capacity_bytes is None or not checked.arguments or not advice_s:
+        return
+    given = {"--gpu": options.gpu, "--target-vram": options.target_vram, "--prompt-tokens": options.prompt_tokens,
+             "--steps": options.steps}  # fmt: skip
+    words = [f"{name}={value}" for name, value in given.items() if value is not None]
+    words += [f"--set={text}" for text in options.set]
+    bar = Bar("fit-check", str(options.script))
+    bar.begin(ADVICE, most_s=advice_s)
+    try:
+        ask = asked_again([*words, "--", str(options.script), *options.arguments], time.monotonic() + advice_s)
+        yield from Advice(seen=checked.arguments, ask=ask).offers(checked.found.to_dict())
+    finally:
+        bar.end()
 
 
 def estimate(options: argparse.Namespace) -> int:

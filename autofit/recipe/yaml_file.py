@@ -24,6 +24,11 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, object]:
     Raises ConfigError for what is no regular file of at most 128 KiB, no YAML, or holds anything but plain values
     (text, numbers, true, false, null, lists, mappings).
     """
+    if what in ("recipe", "file") and path.suffix in (".py", ".ipynb"):
+        raise ConfigError(
+            f"{printable(str(path), 200)} is a Python script, not a {what}; to run it on a simulated card: "
+            f"autofit fit-check --gpu NAME {printable(str(path), 200)}"
+        )
     try:
         text = _text(path)
     except ConfigError as error:

@@ -1,22 +1,28 @@
-"""`autofit fit-check SCRIPT`: a training script of one's own, run unchanged on a simulated card for a few steps.
+"""A training script of one's own, run unchanged on a simulated card for a few steps.
 
 The script's own process ends after its last step by an exception that only `except BaseException` would hold up.
 Importing this loads no torch.
 """
 
+import logging
 import os
 import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from autofit.errors import ConfigError, quoted
+from autofit.files import Scratch
 from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
+from autofit.plugin.protocol import MOST_PROMPT_TOKENS
+from autofit.scripts.notebook import SUFFIX as NOTEBOOK
+from autofit.scripts.notebook import code_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
     from autofit.fakegpu import FakeGpu
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
-_LIBRARIES = ("transformers", "trl", "peft")  # whose models may have to stand in for weights that are not here
+_LIBRARIES = ("transformers", "trl", "peft", "unsloth")  # they load models by name, and train with TrainingArguments
 _LOCAL = ("127.", "localhost", "::1")
 
 
@@ -32,63 +38,112 @@ class _Enough(BaseException):
     """The steps that were asked for are done."""
 
 
-def fit_script(
-    script: Path, arguments: Sequence[str] = (), *, gpu: str, steps: int = 2, target_vram: str | int | None = None
-) -> FitCheck:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script or notebook with its arguments, and what is said in place of what is not on this machine.
+
+    `prompt_tokens` is the length of made-up samples where data are missing. `changes` are laid over every
+    TrainingArguments that the script makes.
+    """
+
+    path: Path
+    arguments: Sequence[str] = ()
+    prompt_tokens: int | None = None
+    changes: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptCheck:
+    """What a script takes on a card, and the values of its TrainingArguments that advice may change, if it has any."""
+
+    found: FitCheck
+    arguments: Mapping[str, Any]
+
+
+def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | int | None = None) -> ScriptCheck:
     """Peak memory by step, and step time, of a script on the simulated card `gpu`; it ends after `steps` steps.
 
     A step is one of a torch.optim optimizer. The script sees no network; weights that are not on this machine are
     random ones of the same shape. Raises ConfigError where the script fails, or puts nothing on the card.
     """
-    if not script.is_file():
-        raise ConfigError(f"there is no script {quoted(str(script), 200)}")
+    code = code_of(script.path)
     if steps < 1:
         raise ConfigError(f"--steps must be 1 or more; got {steps}")
+    if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
+        raise ConfigError(f"--prompt-tokens must be from 1 to {MOST_PROMPT_TOKENS:,}; got {script.prompt_tokens}")
     spec, target_bytes = checked_card(gpu, target_vram)
-    with mock.patch.dict(os.environ, _OFFLINE), _hub_offline():
+    with mock.patch.dict(os.environ, _OFFLINE), _hub_offline(), Scratch("script-") as folder:
         from autofit.fakegpu import fake_gpu
         from autofit.hardware.calibration import host_costs
 
         costs, _ = host_costs(f"sim:{spec.name}")
         with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
             loop = CheckedLoop(card)
-            _run(script, list(arguments), card, loop, steps)
-            return loop.result(target_bytes)
+            seen = _run(script, code, card, loop, steps=steps, folder=folder)
+            return ScriptCheck(found=loop.result(target_bytes), arguments=seen)
 
 
-def _run(script: Path, arguments: list[str], card: "FakeGpu", loop: CheckedLoop, steps: int) -> None:
+def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps: int, folder: Path) -> dict[str, Any]:
+    """Run the script; returns what was seen of its TrainingArguments. A notebook's code lies in `folder`."""
     import torch
 
-    asked: list[str] = []  # hosts that the script wanted to reach
-    here = [str(script.resolve().parent), *sys.path]
+    asked, seen = list[str](), dict[str, Any]()  # hosts that the script wanted to reach, and its arguments
+    path = file = script.path
+    if path.suffix == NOTEBOOK:
+        file = folder / "notebook.py"
+        file.write_text(code, encoding="utf-8")
+    here = [str(path.resolve().parent), *sys.path]
     try:
         with (
-            mock.patch.object(sys, "argv", [str(script), *arguments]), mock.patch.object(sys, "path", here),
-            _without_network(asked), _weights_stood_in(script, card), _counted(card, loop, steps),
+            mock.patch.object(sys, "argv", [str(path), *script.arguments]), mock.patch.object(sys, "path", here),
+            _without_network(asked), _stood_in(script, code, card, seen, folder), _counted(card, loop, steps),
         ):  # fmt: skip
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(file), run_name="__main__")
     except _Enough:
         pass
     except torch.OutOfMemoryError as error:
         loop.out_of_memory = str(error)
     except SystemExit as error:
         if error.code not in (None, 0) and not loop.steps:
-            raise ConfigError(f"{script} ended with the exit code {error.code} before its first step") from error
+            raise ConfigError(f"{path} ended with the exit code {error.code} before its first step") from error
     except ConfigError:
         raise
     except Exception as error:  # whatever a stranger's code raises
         wanted = f"; it wanted to reach {', '.join(dict.fromkeys(asked))}, and sees no network here" if asked else ""
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        place = ([frame for frame in frames if frame.filename == str(file)] or frames)[-1]
+        shown = path if place.filename == str(file) else place.filename
         raise ConfigError(
-            f"{script} failed after {loop.steps} steps: {type(error).__name__}: {quoted(str(error), 300)} "
-            f"({place.filename}:{place.lineno}){wanted}; what it reads must be on this machine"
+            f"{path} failed after {loop.steps} steps: {type(error).__name__}: {quoted(str(error), 300)} "
+            f"({shown}:{place.lineno}){wanted}; what it reads must be on this machine"
         ) from error
     if not card.peak_allocated_bytes:
-        raise ConfigError(f'{script} put nothing on the card; a script trains on it with device "cuda"')
+        raise ConfigError(f'{path} put nothing on the card; a script trains on it with device "cuda"')
     if not loop.steps:
         card.note("no step of a torch.optim optimizer was seen, so the peak is that of the whole script")
     elif loop.steps < 2:
         card.note("one step only: optimizer state made at its end is not yet there at the peak; --steps 2 shows it")
+    return seen
+
+
+@contextmanager
+def _stood_in(script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], folder: Path) -> Iterator[None]:
+    """Context with stand-ins for models and data that are not here, and the changes, where the code may need them."""
+    with ExitStack() as stack:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of slow kernels of the CPU, unused here
+        if any(name in code for name in _LIBRARIES):
+            from autofit.scripts.changes import laid_over
+            from autofit.scripts.older import understood
+            from autofit.scripts.stand_ins import StandIns
+
+            stack.enter_context(StandIns(folder, card.note).in_place())
+            stack.enter_context(understood(code, card.note))
+            stack.enter_context(laid_over(script.changes, seen))
+        if "datasets" in code or "trl" in code:
+            from autofit.scripts.data import Columns, stood_in
+
+            stack.enter_context(stood_in(Columns.of(code), script.prompt_tokens, card.note))
+        yield
 
 
 @contextmanager
@@ -148,56 +203,3 @@ def _without_network(asked: list[str]) -> Iterator[None]:
 
     with mock.patch.object(socket.socket, "connect", refused), mock.patch.object(socket, "getaddrinfo", not_found):
         yield
-
-
-@contextmanager
-def _weights_stood_in(script: Path, card: "FakeGpu") -> Iterator[None]:
-    """Let transformers' Auto classes make random weights where those of a model are not on this machine."""
-    text = script.read_text("utf-8", "replace")
-    if not any(name in text for name in _LIBRARIES):
-        yield
-        return
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
-
-    own = [c for c in (_BaseAutoModelClass, *_below(_BaseAutoModelClass)) if "from_pretrained" in vars(c)]
-    with ExitStack() as patches:
-        for kind in own:
-            patches.enter_context(mock.patch.object(kind, "from_pretrained", _standing_in(vars(kind), card)))
-        yield
-
-
-def _below(kind: type) -> Iterator[type]:
-    children: list[type] = kind.__subclasses__()
-    for found in children:
-        yield found
-        yield from _below(found)
-
-
-def _standing_in(names: Mapping[str, Any], card: "FakeGpu") -> Any:
-    original = names["from_pretrained"]
-
-    def from_pretrained(cls: Any, name: Any, *rest: Any, **named: Any) -> Any:
-        try:
-            return original.__get__(None, cls)(name, *rest, **named)
-        except OSError:
-            made = _random(cls, str(name), named)
-            card.note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
-            return made
-
-    return classmethod(from_pretrained)
-
-
-def _random(kind: Any, name: str, named: dict[str, Any]) -> Any:
-    """A model of a name's config. Raises what finding its config raises, and ConfigError for quantised weights."""
-    from autofit.plugin.models import model_config
-
-    if named.get("quantization_config") or named.get("load_in_4bit") or named.get("load_in_8bit"):
-        raise ConfigError(f"the weights of {name} are not on this machine, and quantised ones have no stand-in here")
-    config = named.get("config") or model_config(name, trust_remote_code=bool(named.get("trust_remote_code")))
-    dtype = named.get("dtype", named.get("torch_dtype"))
-    wanted = {} if dtype in (None, "auto") else {"dtype": dtype}
-    if "attn_implementation" in named:
-        wanted["attn_implementation"] = named["attn_implementation"]
-    made = kind.from_config(config, **wanted)
-    place: Callable[[str], Any] = made.to
-    return place("cuda") if named.get("device_map") else made

@@ -1,0 +1,164 @@
+"""Changes of a script's TrainingArguments: those that are given, and those that make it fit at the same batch.
+
+A change is tried by running the script once more, in a process of its own.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from autofit.errors import ConfigError, nearest
+from autofit.units import format_bytes, format_seconds
+
+MICRO, ACCUMULATION, CHECKPOINTING = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing",
+)  # fmt: skip
+KEYS = (MICRO, ACCUMULATION, CHECKPOINTING)
+_QUIET: dict[str, object] = {"report_to": "none", "push_to_hub": False}
+_STAYS = ("weights", "optimizer", "gradients")  # categories whose bytes are the same with a smaller micro-batch
+
+
+@contextmanager
+def laid_over(changes: Mapping[str, object], seen: dict[str, Any]) -> Iterator[None]:
+    """Context in which every TrainingArguments, of whichever trainer, has `changes` over what the script gives.
+
+    It reports and pushes to nobody. The values of `KEYS` that the last one ends up with are written into `seen`.
+    """
+    import torch
+    from transformers import TrainingArguments, training_args
+
+    original = TrainingArguments.__post_init__
+
+    def changed(arguments: Any) -> None:
+        unknown = [key for key in changes if not hasattr(arguments, key)]
+        if unknown:
+            near = nearest(unknown[0], vars(arguments))
+            raise ConfigError(f"--set {unknown[0]}: {type(arguments).__name__} has no such field{near}")
+        for key, value in {**_QUIET, **changes}.items():
+            setattr(arguments, key, value)
+        original(arguments)
+        seen.update({key: getattr(arguments, key) for key in KEYS})
+
+    def has_tf32() -> bool:  # which transformers asks of the CUDA build, too
+        return bool(torch.cuda.get_device_capability()[0] >= 8)
+
+    with (
+        mock.patch.object(TrainingArguments, "__post_init__", changed),
+        mock.patch.object(training_args, "is_torch_tf32_available", has_tf32, create=True),
+    ):
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Changes with which the script fits at the same effective batch, and its figures with them."""
+
+    changes: Mapping[str, object]
+    before: Mapping[str, object]
+    least_capacity_bytes: int
+    most_step_s: float | None  # seconds a step, at most: the optimizer counts once for each two micro-batches
+
+    def __str__(self) -> str:
+        words = ", ".join(f"{key} {self.before[key]} -> {value}" for key, value in self.changes.items())
+        step = "" if self.most_step_s is None else f", at most {format_seconds(self.most_step_s)} a step"
+        options = " ".join(f"--set {key}={str(value).lower()}" for key, value in self.changes.items())
+        return f"  {words} (needs {format_bytes(self.least_capacity_bytes)}{step})   {options}"
+
+    def to_dict(self) -> dict[str, object]:
+        """The changes and the figures with them."""
+        figures = {"least_capacity_bytes": self.least_capacity_bytes, "most_step_s": self.most_step_s}
+        return {"changes": dict(self.changes), **figures}
+
+
+Figures = Mapping[str, Any]  # what `fit-check --json` tells
+Ask = Callable[[Mapping[str, object]], Figures | None]  # the figures with changes; None: none, or no time is left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Smaller micro-batches and checkpoints of activations for a script whose arguments are `seen`."""
+
+    seen: Mapping[str, Any]
+    ask: Ask
+
+    def offers(self, found: Figures) -> Iterator[Offer]:
+        """Those with which it fits that does not with the figures `found`, as they are found.
+
+        The largest micro-batch by halves that fits, as the script is, and then with checkpoints.
+        """
+        yield from self._of(found, {})
+        if not self.seen[CHECKPOINTING]:
+            more: dict[str, object] = {CHECKPOINTING: True}
+            size = int(self.seen[MICRO])
+            first = self._asked(size, more)
+            if first is not None and first["fits"]:
+                yield self._offer(size, more, first)
+            elif first is not None:
+                yield from self._of(first, more)
+
+    def _of(self, figures: Figures, more: Mapping[str, object]) -> Iterator[Offer]:
+        """The largest micro-batch that fits below the script's own, whose `figures` with the changes `more` are given.
+
+        Only what may fit is asked for: activations and temporaries shrink with the micro-batch, the rest stays.
+        """
+        now: Figures | None = figures
+        size = int(self.seen[MICRO])
+        while now is not None and not now["fits"]:
+            stays = sum(row["allocated_bytes"] for row in now["alive_at_peak"] if row["category"] in _STAYS)
+            shrinks = now["peak_allocated_bytes"] - stays
+            rest = [s for s in self._sizes if s < size and stays + shrinks * s / size <= now["target_bytes"]]
+            if not rest:
+                return
+            size = rest[0]
+            now = self._asked(size, more)
+        if now is not None:
+            yield self._offer(size, more, now)
+
+    @property
+    def _samples(self) -> int:
+        return int(self.seen[MICRO]) * int(self.seen[ACCUMULATION])
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Micro-batches of the same effective batch, each half of one before it or less."""
+        micro = int(self.seen[MICRO])
+        halves = [micro >> n for n in range(micro.bit_length())]
+        return [size for size in halves if self._samples % size == 0]
+
+    def _asked(self, size: int, more: Mapping[str, object]) -> Figures | None:
+        """The figures of a run with two micro-batches a step at most: later ones take what the second one takes."""
+        return self.ask({MICRO: size, ACCUMULATION: min(2, self._samples // size), **more})
+
+    def _offer(self, size: int, more: Mapping[str, object], figures: Figures) -> Offer:
+        times = self._samples // size
+        batch = {} if size == int(self.seen[MICRO]) else {MICRO: size, ACCUMULATION: times}
+        step_s = figures["step_s"]
+        return Offer(
+            changes=batch | dict(more), before=self.seen, least_capacity_bytes=int(figures["least_capacity_bytes"]),
+            most_step_s=None if step_s is None else step_s * times / min(2, times),
+        )  # fmt: skip
+
+
+def asked_again(command: Sequence[str], until: float) -> Ask:
+    """A function that runs `fit-check` with the words `command` and changes, while there is time `until` then."""
+
+    def ask(changes: Mapping[str, object]) -> Figures | None:
+        given = [f"--set={key}={str(value).lower()}" for key, value in changes.items()]
+        own, script = command[: command.index("--")], command[command.index("--") + 1 :]
+        words = [sys.executable, "-P", "-m", "autofit", "fit-check", "--json", "--advice-time=0", *own, *given, *script]
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return None
+        try:
+            run = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False)
+            return dict(json.loads(run.stdout.splitlines()[-1])) if run.returncode in (0, 1) else None
+        except (subprocess.TimeoutExpired, ValueError, IndexError):
+            return None
+
+    return ask

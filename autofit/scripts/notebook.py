@@ -1,0 +1,42 @@
+"""The Python code of a script, or of a Jupyter notebook without its commands to the shell and to IPython."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from autofit.errors import ConfigError
+
+MOST_BYTES = 1 << 25  # 32 MiB; pictures among a notebook's outputs are its largest part
+SUFFIX = ".ipynb"
+# With the lines that a backslash joins to it.
+_COMMAND = re.compile(r"^([ \t]*)(?:[!%?]|\w[\w., ]*=\s*[!%])(?:.*\\\n)*.*$", re.MULTILINE)
+
+
+def code_of(path: Path) -> str:
+    """The code of the file `path`. Raises ConfigError where a notebook cannot be read."""
+    if not path.is_file():
+        raise ConfigError(f"there is no script {str(path)[:200]!r}")
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path} must have at most {MOST_BYTES >> 20} MiB; it has {path.stat().st_size >> 20}")
+    text = path.read_text("utf-8", "replace")
+    if path.suffix != SUFFIX:
+        return text
+    try:
+        cells = json.loads(text)["cells"]
+        return "\n\n".join(_plain(cell) for cell in cells if cell["cell_type"] == "code")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no notebook of Jupyter's format 4: {str(error)[:100]}") from error
+
+
+def _plain(cell: dict[str, Any]) -> str:
+    """A cell without `!pip install`, `%magic` and `name = !command`; one that is a whole `%%magic` is left out."""
+    source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
+    if source.lstrip().startswith("%%"):
+        return ""
+    try:
+        ast.parse(source)  # a line of Python may begin with %, too
+    except SyntaxError:
+        return _COMMAND.sub(r"\1pass", source)
+    return source

@@ -1,0 +1,92 @@
+"""What scripts for older releases of TRL, transformers and PEFT say, in the words of the installed ones."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import transformers
+import trl
+
+from autofit.plugin.protocol import Inspection, WorstCase
+from autofit.trainers.older import modern
+
+_TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
+_TOKENIZER = "tokenizer", "processing_class"  # of a trainer
+
+
+@contextmanager
+def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
+    """Context in which the script with this `code` may say what is gone; `note` is told of it."""
+    trainers = [name for name in _TRAINERS if f"{name}Trainer" in code]
+    configs = [transformers.TrainingArguments, *(getattr(trl, f"{name}Config") for name in trainers)]
+    of_trl = {getattr(trl, f"{name}Trainer"): getattr(trl, f"{name}Config") for name in trainers}
+    with ExitStack() as patches:
+        for config in configs:
+            patches.enter_context(mock.patch.object(config, "__init__", _of_config(config, note)))
+        for kind, config in {transformers.Trainer: None, **of_trl}.items():
+            patches.enter_context(mock.patch.object(kind, "__init__", _of_trainer(kind, config, note)))
+        for module, name, instead in _gone():
+            if name in code and not hasattr(module, name):
+                setattr(module, name, instead)
+                patches.callback(delattr, module, name)
+                note(
+                    f"{name} of an older {module.__name__} has a stand-in here, which changes no tensor but the batch's"
+                )
+        yield
+
+
+def _gone() -> Iterator[tuple[Any, str, Any]]:
+    """(module, name that it had, what stands for it)."""
+    yield trl, "setup_chat_format", lambda model, tokenizer, *_, **__: (model, tokenizer)
+    yield trl, "DataCollatorForCompletionOnlyLM", _completions_only
+    yield peft, "prepare_model_for_int8_training", peft.prepare_model_for_kbit_training
+
+
+def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+
+def _of_config(config: type, note: Callable[[str], None]) -> Any:
+    original: Callable[..., None] = config.__init__  # type: ignore[misc]
+    known = [field.name for field in fields(config) if field.init]
+
+    def __init__(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **_modern(named, known, note))
+
+    return __init__
+
+
+def _of_trainer(kind: type, config: Any, note: Callable[[str], None]) -> Any:
+    """Its `tokenizer`, and settings that stand in its config today."""
+    original: Callable[..., None] = kind.__init__  # type: ignore[misc]
+    known = inspect.signature(original).parameters
+
+    def __init__(self: Any, *given: Any, **named: Any) -> None:
+        was, now = _TOKENIZER
+        if was in named and was not in known:
+            named[now] = named.pop(was)
+        others = {key: named.pop(key) for key in list(named) if key not in known} if config is not None else {}
+        if others:
+            arguments = named.get("args")
+            whole = (
+                {} if arguments is None else {f.name: getattr(arguments, f.name) for f in fields(arguments) if f.init}
+            )
+            named["args"] = config(**whole | others)
+        original(self, *given, **named)
+
+    return __init__
+
+
+def _modern(named: Mapping[str, Any], known: list[str], note: Callable[[str], None]) -> dict[str, Any]:
+    """The arguments of a config in the words of today."""
+    if set(named) <= set(known):
+        return dict(named)
+    found = modern(named, known, Inspection(device="sim:", worst_case=WorstCase(path=Path()), prompt_tokens=1))
+    for text in found.notes:
+        note(text)
+    return dict(found.values)

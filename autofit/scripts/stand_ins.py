@@ -1,0 +1,149 @@
+"""Stand-ins for the models that a script loads by name and that are not on this machine. Imports transformers.
+
+The config is the catalogue's, the tokenizer a small one, and the weights are random ones of the same shape, which go
+through transformers' own loading: quantisation, device map and dtype are the script's.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import huggingface_hub
+import torch
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from autofit.trainers.common import random_checkpoint
+from autofit.trainers.offline import has_vocabulary, stand_in_model
+from autofit.units import format_bytes
+
+_BY_NAME = (AutoConfig, AutoTokenizer, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase)
+_OF_LOADING = ("revision", "trust_remote_code")
+_OF_MODEL = ("dtype", "torch_dtype", "attn_implementation")  # which a config has too
+_NAME = "pretrained_model_name_or_path"
+_MUCH = 10**9  # bytes of weights in float32 that are told
+
+
+class StandIns:
+    """The models that stand in for missing ones, each in a folder below `folder`; `note` is told of each."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+        self._folder, self._note = folder, note
+        self._homes: dict[str, str] = {}
+        self._making = False  # the making of a stand-in asks for what it stands for
+
+    def home(self, name: str) -> str:
+        """The folder that stands for the model `name`. Raises ConfigError where its config is not known."""
+        if name not in self._homes:
+            own = self._folder / hashlib.sha256(name.encode()).hexdigest()[:12]
+            self._making = True
+            try:
+                self._homes[name] = stand_in_model(name, own)
+            finally:
+                self._making = False
+            self._note(f"{name} is not on this machine: its tokenizer is a small one, in which a letter is a token")
+        return self._homes[name]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which what is not on this machine is stood in."""
+        with ExitStack() as patches:
+            for kind in _BY_NAME:
+                patches.enter_context(mock.patch.object(kind, "from_pretrained", self._named(kind)))
+            loaded = self._weights(vars(PreTrainedModel)["from_pretrained"])
+            patches.enter_context(mock.patch.object(PreTrainedModel, "from_pretrained", loaded))
+            for login in ("login", "notebook_login"):
+                patches.enter_context(mock.patch.object(huggingface_hub, login, _nothing))
+            yield
+
+    def _named(self, kind: Any) -> Any:
+        original = vars(kind)["from_pretrained"]
+
+        def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
+            load = original.__get__(None, cls)
+            name, rest = _name(rest, named)
+            if self._making or not isinstance(name, str) or Path(name).exists() or name in self._homes.values():
+                return load(name, *rest, **named)
+            try:
+                found = load(name, *rest, **named)
+            except (OSError, ValueError):
+                return load(self.home(name), *rest, **named)
+            if isinstance(found, PreTrainedTokenizerBase) and not has_vocabulary(name, named.get("revision")):
+                return load(self.home(name), *rest, **named)  # some classes load without a file, with no vocabulary
+            return found
+
+        return classmethod(from_pretrained)
+
+    def _weights(self, original: Any) -> Any:
+        def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
+            load = original.__get__(None, cls)
+            name, rest = _name(rest, named)
+            _modernise(named)
+            try:
+                found = load(name, *rest, **named)
+            except OSError:
+                if not isinstance(name, str):
+                    raise
+                found = self._random(cls, load, name, named)
+            self._look_at(found, str(name))
+            return found
+
+        return classmethod(from_pretrained)
+
+    def _look_at(self, model: PreTrainedModel, name: str) -> None:
+        """Tell of weights in float32, which a script gets that asks for no dtype of a model without one."""
+        whole = sum(each.nbytes for each in model.parameters() if each.dtype == torch.float32)
+        if whole > _MUCH:
+            self._note(
+                f"the weights of {name} are float32, {format_bytes(whole)}; half with dtype=torch.bfloat16 in "
+                "from_pretrained, or model_init_kwargs={'dtype': 'bfloat16'} in the config of a trainer of TRL"
+            )
+
+    def _random(self, kind: Any, load: Callable[..., Any], name: str, named: dict[str, Any]) -> Any:
+        """The model `name` as `load` makes it of random weights."""
+        config = named.pop("config", None)
+        if not isinstance(config, PreTrainedConfig):
+            loading = {key: named[key] for key in _OF_LOADING if key in named}
+            config = kind.config_class.from_pretrained(name, **loading)
+            for key in [key for key in named if hasattr(config, key) and key not in _OF_MODEL]:
+                setattr(config, key, named.pop(key))
+        stored = getattr(config, "quantization_config", None)  # of a checkpoint that is quantised already
+        if stored is not None:
+            del config.quantization_config
+            if dict(stored).get("quant_method") != "bitsandbytes":
+                self._note(f"{name} holds quantised weights, which are simulated in 16 bits: an upper bound")
+            elif named.get("quantization_config") is None:
+                named["quantization_config"] = BitsAndBytesConfig.from_dict(dict(stored))
+        made = random_checkpoint(kind, config, device="cpu")
+        found = load(None, config=config, state_dict=made, **named)
+        found.config._name_or_path = name
+        self._note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
+        return found
+
+
+def _name(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """(a model's name among the arguments of a call, the other ones by place)."""
+    return (given[0], given[1:]) if given else (named.pop(_NAME, None), ())
+
+
+def _modernise(named: dict[str, Any]) -> None:
+    """Say arguments of older releases of transformers, by which a model was loaded, in those of today."""
+    bits = {key: named.pop(key) for key in ("load_in_4bit", "load_in_8bit") if key in named}
+    if any(bits.values()) and named.get("quantization_config") is None:
+        named["quantization_config"] = BitsAndBytesConfig(**bits)
+    if named.pop("use_flash_attention_2", False):
+        named.setdefault("attn_implementation", "flash_attention_2")
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
