@@ -135,7 +135,7 @@ def test_another_user_of_the_machine_changes_and_reads_nothing(tmp_path: Path) -
     assert not found.wrong
 
 
-@pytest.mark.thorough  # 15 s; CI has whole commands from everywhere (test_places.py) and hostile input to each reader
+@pytest.mark.slow
 def test_whole_commands_with_hostile_options_and_files_end_in_an_answer_or_one_line(tmp_path: Path) -> None:
     (tmp_path / "traced").mkdir()  # nothing is traced first
     with forking() as forks:
