@@ -1,6 +1,7 @@
 """A probe that has ended, run once more in a child of the fork server with something patched."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,7 @@ from autofit.files import read_json, write_json
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.result import ProbeRequest, ProbeResult
 
-Patched = Literal["all layers", "all micro-batches"]
+Patched = Literal["all layers", "all micro-batches", "played micro-batches"]
 
 
 def probed_anew(probe: Path, folder: Path, patched: Patched, server: ForkServer) -> ProbeResult:
@@ -32,12 +33,19 @@ def probed_anew(probe: Path, folder: Path, patched: Patched, server: ForkServer)
 
 def probe_again(argument: str) -> int:
     """In the child: the probe itself."""
+    from autofit.fakegpu.patches import same_calls
     from autofit.plugin import transformers_run
     from autofit.probing import simulated, worker
 
     request_path, patched = json.loads(argument)
-    all_layers = mock.patch.object(simulated, "needs_all_layers", return_value=True)
-    all_micro_batches = mock.patch.object(transformers_run, "leave_out_repeated")
-    with all_layers if patched == "all layers" else all_micro_batches:
+    patches = {
+        "all layers": [mock.patch.object(simulated, "needs_all_layers", return_value=True)],
+        "all micro-batches": [mock.patch.object(transformers_run, "leave_out_repeated")],
+        "played micro-batches": [mock.patch.object(same_calls, "_may_play", return_value=False)],
+    }
+    patches["all micro-batches"] += patches["played micro-batches"]
+    with ExitStack() as stack:
+        for each in patches[patched]:
+            stack.enter_context(each)
         worker.run(request_path)
     return 0

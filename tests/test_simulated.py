@@ -17,7 +17,7 @@ from autofit.hardware.hardware import choose_device, choose_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.simulated import layers_alike
+from autofit.probing.simulated import SimMemory, layers_alike
 from autofit.recipe.recipe import TrainerName
 
 
@@ -176,6 +176,51 @@ def test_micro_batches_of_one_sample_that_are_left_out_change_nothing(
     )  # fmt: skip
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-9)
     assert "traced again" not in (tmp_path / "few" / "probe.log").read_text()
+
+
+def test_a_phase_of_a_probe_begins_on_its_card_too_and_so_within_what_is_recorded() -> None:
+    memory = SimMemory("sim:l4", None)
+    with memory.card(pattern=None):
+        memory.switch("load", "scoring")
+        assert memory._gpu is not None
+        assert memory._gpu.memory.phase_marks[-1][1] == "scoring"
+
+
+_OF_GRPO = {"loss_type", "mask_truncated_completions", "top_entropy_quantile", "use_liger_kernel"}
+_OTHERWISE: list[dict[str, object]] = [
+    {"use_peft": False, "bf16": True},
+    {"gradient_checkpointing": True, "load_in_4bit": True, "bf16": True},
+    {"beta": 0.04, "use_peft": False, "fp16": True},
+    {"beta": 0.04, "num_iterations": 2, "bf16": True},
+    {"steps_per_generation": 8, "loss_type": "dr_grpo"},
+    {"steps_per_generation": 1, "mask_truncated_completions": True, "top_entropy_quantile": 0.5},
+    {"use_liger_kernel": True},
+    {"eval_strategy": "steps", "eval_steps": 1},
+    {"torch_empty_cache_steps": 2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["grpo", pytest.param("rloo", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "changes", [{"gradient_checkpointing": True}, *(pytest.param(c, marks=pytest.mark.thorough) for c in _OTHERWISE)],
+    ids=str,
+)  # fmt: skip
+def test_micro_batches_that_are_played_change_nothing(
+    tmp_path: Path, fork_server: ForkServer, trainer: TrainerName, changes: dict[str, object]
+) -> None:
+    known = {k: v for k, v in changes.items() if trainer == "grpo" or k not in _OF_GRPO}
+    path = tiny.write_recipe(
+        tmp_path, tiny.write_model(tmp_path / "model"), **{"gradient_accumulation_steps": 4, **known}
+    )
+    with contextlib.chdir(tmp_path):
+        played = probe(path, tmp_path / "few", fork_server, limit_bytes=None, trainer=trainer)
+    traced = probed_anew(tmp_path / "few", tmp_path / "all", "played micro-batches", fork_server)
+    assert (played.status, played.phases, played.categories, played.least_capacity_bytes) == (
+        ProbeStatus.FIT, traced.phases, traced.categories, traced.least_capacity_bytes
+    )  # fmt: skip
+    assert played.step_s == pytest.approx(traced.step_s, rel=1e-9)
+    assert played.update_s == pytest.approx(traced.update_s, rel=1e-9)
 
 
 @pytest.mark.slow

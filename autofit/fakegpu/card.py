@@ -56,6 +56,7 @@ class FakeGpu:
         self.active = False
         self.only_last_decode_steps = False  # of a rollout: exact for its peak, not for fragmentation
         self.skips_rollouts = False  # a rollout only returns tokens: nothing of it is traced
+        self.plays_micro_batches = False  # of a rollout, where one is like another before it; nobody reads its metrics
         self.attention_kernels: dict[str, int] = {}
         self.occupied_bytes = occupied_bytes
         self._world = nccl_bytes(spec, _world_size())  # of the group of all ranks, which is there from the start
@@ -80,7 +81,7 @@ class FakeGpu:
         self.tracer.shadows.expert_imbalance = expert_imbalance
         self.tracer.shadows.routed = self._note_routing
         self._peaks = (0, 0, 0)
-        self._backward_starts: list[int] = []
+        self.backward_starts: list[int] = []
         self._was_in_backward = False
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # torch swaps no referred tensor
 
@@ -164,20 +165,20 @@ class FakeGpu:
         return build_timeline(
             self.memory.log,
             self.memory.allocations,
-            backward_starts=self._backward_starts,
+            backward_starts=self.backward_starts,
             phase_marks=self.memory.phase_marks,
         )
 
     def category_numbers(self) -> npt.NDArray[np.int64]:
         """Each allocation's category as an index of `timeline.CATEGORIES`."""
         self._mark_gradients()
-        return category_numbers(self.memory.allocations, self._backward_starts)
+        return category_numbers(self.memory.allocations, self.backward_starts)
 
     def why_peak(self, limit: int = 20) -> PeakReport:
         """The tensors alive at the peak and the code that allocated them, largest first."""
         self._mark_gradients()
         return build_peak_report(
-            self.memory.log, self.memory.allocations, backward_starts=self._backward_starts, limit=limit
+            self.memory.log, self.memory.allocations, backward_starts=self.backward_starts, limit=limit
         )
 
     # ------------------------------------------------------------------ during the block
@@ -220,7 +221,7 @@ class FakeGpu:
     def _classify(self, tensor: torch.Tensor) -> str:
         backward = in_backward()
         if backward and not self._was_in_backward:
-            self._backward_starts.append(len(self.memory.log))
+            self.backward_starts.append(len(self.memory.log))
         self._was_in_backward = backward
         shape = tensor.shape
         if len(shape) >= 2 and shape[-1] in self.tracer.vocabulary_sizes and tensor.dtype.is_floating_point:

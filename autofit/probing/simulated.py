@@ -86,11 +86,13 @@ class SimMemory:
         return None
 
     @contextmanager
-    def card(self, *, pattern: int | None, follow_host: bool = False) -> Iterator[None]:
+    def card(
+        self, *, pattern: int | None, follow_host: bool = False, plays_micro_batches: bool = False
+    ) -> Iterator[None]:
         """A fresh card; with a `pattern`, models made inside have only the layers needed to show it.
 
         That is the number of layers after which the training treats them alike. With `follow_host` the tensors in
-        the memory of the host are counted too.
+        the memory of the host are counted too. With `plays_micro_batches` one like another before it is not traced.
         """
         self._marks, self._steps, self._windows = [], [], []
         self._traced_s, self._began, self._shares_of = {}, {}, {}
@@ -98,6 +100,7 @@ class SimMemory:
             self._spec, host_costs=self._costs, enforce_capacity=False, record_places=False, follow_layers=True
         ) as gpu:
             self._gpu = gpu
+            gpu.plays_micro_batches = plays_micro_batches
             self._host_tensors = gpu.follow_host() if follow_host else None
             self.device_name = f"{self._spec.full_name} (simulated, {gpu.mode} mode)"
             with nullcontext() if pattern is None else shallow_models(pattern=pattern):
@@ -141,6 +144,7 @@ class SimMemory:
         if self._gpu is not None:
             clock = self._gpu.clock
             assert isinstance(clock, LayerClock)
+            self._gpu.memory.enter_phase(entered)
             self._marks.append(Mark(name=entered, event=len(self._gpu.memory.log), stretch=clock.cut()))
             now = clock.traced_s
             self._last = {part: max(0.0, seconds - self._began.get(part, 0.0)) for part, seconds in now.items()}

@@ -298,7 +298,7 @@ def _train_on_card(
     gc.freeze()  # trainers collect garbage in their constructors; this excludes the imported modules
     gc.collect()  # collections come at the same moments in every probe, whatever this process or its parent did before
     launch, values = split(request.values)
-    card = memory.card(pattern=pattern, follow_host=not launch.is_plain)
+    card = memory.card(pattern=pattern, follow_host=not launch.is_plain, plays_micro_batches=leaves_out)
     with simulated_rank(launch, memory.rank, device=request.device), card:
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))

@@ -85,7 +85,7 @@ def _generate_twice(second: dict[str, object] | None = None) -> FakeGpu:
 
 def test_a_rollout_like_one_before_is_played_to_the_same_bytes_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     played = _generate_twice()
-    monkeypatch.setattr(same_calls, "_state", lambda model: object())  # no two calls are alike
+    monkeypatch.setattr(same_calls, "_state", lambda *_: object())  # no two calls are alike
     traced = _generate_twice()
     assert played.tracer.operation_count < 0.6 * traced.tracer.operation_count
     assert played.memory.log.ids == traced.memory.log.ids
@@ -136,3 +136,12 @@ def test_a_card_too_full_for_a_rollout_like_one_before_says_so_and_keeps_nothing
             model.generate(input_ids=ids, generation_config=settings)
         assert gpu.memory.allocator.allocated_bytes == held
         del full
+
+
+def test_inputs_that_were_overwritten_by_unknown_values_are_not_those_of_the_call_before() -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        ids = torch.full((4, 20), 5).cuda()
+        known = same_calls._described(ids, gpu.tracer.shadows)
+        assert known == same_calls._described(ids.clone(), gpu.tracer.shadows)
+        ids.copy_(torch.empty_like(ids))
+        assert known != same_calls._described(ids, gpu.tracer.shadows)

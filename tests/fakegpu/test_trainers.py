@@ -70,7 +70,7 @@ def test_a_step_with_the_prompts_of_the_one_before_has_its_rollout_and_scores_pl
 
     monkeypatch.setattr(same_calls._Recorded, "again", counted)
     one, played = _grpo(tmp_path, prompts, steps=3, follow_layers=True)
-    monkeypatch.setattr(same_calls, "_state", lambda model: object())  # no two calls are alike
+    monkeypatch.setattr(same_calls, "_state", lambda *_: object())  # no two calls are alike
     assert (len(calls), len(set(map(id, calls)))) == (4, 2)  # a rollout and a pass of the reference, twice each
     other, traced = _grpo(tmp_path, prompts, steps=3, follow_layers=True)
     assert played.tracer.operation_count < 0.7 * traced.tracer.operation_count

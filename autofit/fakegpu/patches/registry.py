@@ -254,6 +254,7 @@ _LIBRARIES: dict[str, _Patches] = {
         libraries.save_pretrained, attention.transformers_models, libraries.of_the_hub
     ),
     "transformers.integrations.liger": libraries.liger,
+    "transformers.trainer": same_calls.transformers_training,
     "transformers.trainer_optimizer": low_bit.transformers_optimizers,
     "transformers.integrations.flex_attention": flex.transformers_flex,
     "transformers.modeling_flash_attention_utils": attention.transformers_kernels,

@@ -1,16 +1,19 @@
-"""A rollout, or a pass without gradients, like an earlier one is played from that one's events, and not traced again.
+"""A rollout, a pass without gradients or a micro-batch like an earlier one is played from that one's events.
 
 A call is recorded: its allocations and frees, its time segments and its kernels. A later call with the same inputs and
-a model in the same state has the same ones, if the recorded call left nothing behind but its outputs (and cuBLAS'
-workspace, which is there from then on) and gave back nothing of others.
+a model in the same state has the same ones, if the recorded call left nothing behind but its outputs, the gradients
+that a micro-batch makes first, and cuBLAS' workspace, which is there from then on, and gave back nothing of others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import Allocation
 from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.rates.kernels import Family
@@ -38,9 +42,10 @@ def if_alike_played(gpu: FakeGpu, original: Callable[..., Any]) -> Callable[...,
     def method(owner: Any, *args: object, **kwargs: object) -> Any:
         if gpu.skips_rollouts or not _is_alone(gpu):
             return original(owner, *args, **kwargs)
+        shadows = gpu.tracer.shadows
         try:
-            of_owner = _state(owner) if isinstance(owner, torch.nn.Module) else None
-            key = (_surroundings(gpu), of_owner, _described((args, kwargs)))
+            of_owner = _state(owner, shadows) if isinstance(owner, torch.nn.Module) else None
+            key = (_surroundings(gpu), of_owner, _described((args, kwargs), shadows))
         except _Unlike:
             return original(owner, *args, **kwargs)
         calls = known.setdefault(owner, {})
@@ -71,6 +76,105 @@ def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str,
         yield trainer, "_get_per_token_logps_and_entropies", scored, "a pass like one before is played"
 
 
+class _Known(Exception):
+    """The micro-batch whose inputs are there is like one before."""
+
+
+def transformers_training(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
+    """Patch of transformers' trainer: forward and backward of a micro-batch of a rollout, once its inputs are there.
+
+    The trainer's own metrics are those of the micro-batches that are traced.
+    """
+    original = untouched(module.Trainer.training_step)
+    known: weakref.WeakKeyDictionary[Any, dict[object, _Recorded]] = weakref.WeakKeyDictionary()
+
+    def training_step(trainer: Any, model: torch.nn.Module, inputs: object, *args: object, **kwargs: object) -> Any:
+        if not _may_play(gpu, trainer):
+            return original(trainer, model, inputs, *args, **kwargs)
+        batch = _MicroBatch(gpu, trainer, model, (args, kwargs), known.setdefault(trainer, {}))
+        with contextlib.suppress(_Known), batch.told_of_inputs():
+            return batch.recorded(original(trainer, model, inputs, *args, **kwargs))
+        return batch.again()
+
+    yield module.Trainer, "training_step", training_step, "a micro-batch like one before is played"
+
+
+def _may_play(gpu: FakeGpu, trainer: Any) -> bool:
+    """Whether micro-batches of `trainer` may be played: TRL's own with rollouts, which computes the same in each step.
+
+    One that someone derived from it may do otherwise.
+    """
+    keeps_inputs = type(trainer).__module__.startswith("trl.") and hasattr(trainer, "_buffered_inputs")
+    return keeps_inputs and gpu.plays_micro_batches and _is_alone(gpu) and not trainer.args.torch_empty_cache_steps
+
+
+class _MicroBatch:
+    """A micro-batch of a trainer: played, if one before is like it, else recorded among the `calls`."""
+
+    def __init__(
+        self, gpu: FakeGpu, trainer: Any, model: torch.nn.Module, more: object, calls: dict[object, _Recorded]
+    ) -> None:
+        self._gpu, self._trainer, self._more, self._calls = gpu, trainer, more, calls
+        parts = (model, *vars(trainer).values())
+        self._models = list({id(part): part for part in parts if isinstance(part, torch.nn.Module)}.values())
+        self._weights = list(model.parameters())
+        self._without: list[torch.nn.Parameter] = []  # weights without a gradient at the begin
+        self._states: object = None
+        self._key: object = None
+        self._began: _Moment | None = None
+
+    @contextlib.contextmanager
+    def told_of_inputs(self) -> Iterator[None]:
+        """Context in which the trainer tells what it has prepared, and is stopped by _Known if that is known."""
+        prepare, own = self._trainer._prepare_inputs, vars(self._trainer).get("_prepare_inputs")
+
+        def prepared(*args: object, **kwargs: object) -> object:
+            inputs = prepare(*args, **kwargs)
+            self._begin(inputs)
+            return inputs
+
+        self._trainer._prepare_inputs = prepared
+        try:
+            yield
+        finally:
+            del self._trainer._prepare_inputs
+            if own is not None:
+                self._trainer._prepare_inputs = own
+
+    def _begin(self, inputs: object) -> None:
+        if any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in self._weights):
+            return  # such as an optimizer at work within the backward
+        self._without = [weight for weight in self._weights if weight.grad is None]
+        has_gradient = tuple(weight.grad is not None for weight in self._weights)
+        self._states = self._states_now()
+        try:
+            told = _described((self._more, inputs), self._gpu.tracer.shadows)
+        except _Unlike:
+            return
+        self._key = _surroundings(self._gpu), self._states, has_gradient, told
+        if self._key in self._calls and self._gpu.tracer.workspaces:
+            raise _Known
+        self._began = _Moment.of(self._gpu)
+
+    def _states_now(self) -> object:
+        return tuple((id(model), _state(model, self._gpu.tracer.shadows)) for model in self._models)
+
+    def recorded(self, loss: Any) -> Any:
+        """`loss`, which the micro-batch has returned."""
+        if self._began is not None:
+            recorded = _Recorded.of(self._gpu, self._began, (loss, *(weight.grad for weight in self._without)))
+            if recorded is not None and self._states_now() == self._states:
+                self._calls[self._key] = recorded
+        return loss
+
+    def again(self) -> Any:
+        """The loss of the micro-batch, after it was played."""
+        loss, *gradients = self._calls[self._key].again(self._gpu)
+        for weight, gradient in zip(self._without, gradients, strict=True):
+            weight.grad = gradient
+        return loss
+
+
 def _is_alone(gpu: FakeGpu) -> bool:
     """Whether the card computes by itself, on one stream, with no operations joined by a compiler."""
     tracer = gpu.tracer
@@ -86,21 +190,52 @@ def _surroundings(gpu: FakeGpu) -> object:
     )  # fmt: skip
 
 
-def _state(model: torch.nn.Module) -> object:
+def _state(model: torch.nn.Module, shadows: Shadows) -> object:
     """What decides which code a model runs: its modules' plain values, hooks and replaced forwards, and its weights."""
     config = getattr(model, "config", None)
     parts = [
-        (type(part), _plain_values(vars(part)), _code(vars(part).get("forward")),
-         frozenset(map(_code, part._forward_pre_hooks.values())), frozenset(map(_code, part._forward_hooks.values())))
+        (type(part), _plain_values(vars(part)), _code(vars(part).get("forward")), _hooks(part._forward_pre_hooks),
+         _hooks(part._forward_hooks), _hooks(part._backward_pre_hooks), _hooks(part._backward_hooks))
         for part in model.modules()
     ]  # fmt: skip
     tensors = [(t.shape, t.dtype, t.device, t.requires_grad) for t in (*model.parameters(), *model.buffers())]
-    return tuple(parts), tuple(tensors), _plain_values(vars(config)) if config is not None else ()
+    known = tuple(_known(buffer, shadows) for buffer in model.buffers())
+    return tuple(parts), tuple(tensors), known, _plain_values(vars(config)) if config is not None else ()
+
+
+_COMPUTES_NOTHING = "make_inputs_require_grads"  # TRL puts one more on after each rollout
+
+
+def _hooks(hooks: Mapping[int, object]) -> object:
+    """Hooks of a kind, in any order, and how many of each."""
+    if not hooks:
+        return None
+    counts = Counter(map(_code, hooks.values()))
+    inert = {_code(hook) for hook in hooks.values() if getattr(hook, "__name__", "") == _COMPUTES_NOTHING}
+    return frozenset((code, code in inert or count) for code, count in counts.items())
 
 
 def _code(function: object) -> object:
-    """What a hook or a replaced forward runs: TRL puts one more of a kind on after each rollout."""
-    return getattr(function, "__code__", type(function))
+    """What a hook or a replaced forward runs, and the values it was made with."""
+    if isinstance(function, partial):
+        return _code(function.func), tuple(map(_told, function.args)), tuple(map(_told, function.keywords.values()))
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return _told(function)
+    cells = getattr(function, "__closure__", None) or ()
+    return code, _told(getattr(function, "__self__", None)), tuple(_told(_content(cell)) for cell in cells)
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet given a value
+        return None
+
+
+def _told(value: object) -> object:
+    """A value that a function was made with as a key: plain ones are equal, others the same."""
+    return (type(value), _hashable(value)) if _is_plain(value) else id(value)
 
 
 def _plain_values(values: Mapping[str, object]) -> tuple[object, ...]:
@@ -117,31 +252,37 @@ def _hashable(value: object) -> object:
     return tuple(map(_hashable, value)) if isinstance(value, (list, tuple, set)) else value
 
 
-def _described(value: object) -> object:
+def _described(value: object, shadows: Shadows) -> object:
     """Inputs as a key: shapes and known values of tensors, and settings. Raises _Unlike."""
     if isinstance(value, torch.Tensor):
-        return _tensor(value)
+        return _tensor(value, shadows)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
+        return tuple(_described(each, shadows) for each in value)
     if isinstance(value, Mapping):
-        return tuple((name, _described(each)) for name, each in value.items())
+        return tuple((name, _described(each, shadows)) for name, each in value.items())
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, torch.nn.Module):
-        return id(value), _state(value)
+        return id(value), _state(value, shadows)
     if type(value).__name__ == "GenerationConfig":
-        return _described(value.to_dict())  # type: ignore[attr-defined]
+        return _described(value.to_dict(), shadows)  # type: ignore[attr-defined]
     raise _Unlike
 
 
-def _tensor(tensor: torch.Tensor) -> object:
-    shadow = getattr(tensor, "_autofit_shadow", None) if isinstance(tensor, FakeTensor) else tensor
+def _known(tensor: torch.Tensor, shadows: Shadows) -> bytes | None:
+    """The known values of a tensor."""
+    shadow = shadows.of(tensor)
+    if shadow is None:
+        return None
     with _disable_current_modes():
-        values = None if shadow is None else bytes(shadow.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return bytes(shadow.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _tensor(tensor: torch.Tensor, shadows: Shadows) -> object:
     rest = tuple(getattr(tensor, f"_autofit_{name}", None) for name in ("truth", "most"))
     if hasattr(tensor, "_autofit_one_hot"):
         raise _Unlike
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, values, rest
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, _known(tensor, shadows), rest
 
 
 _COUNTERS = ("flops", "bytes_moved", "kernel_count", "exposed_s", "skipped_s")
@@ -153,6 +294,7 @@ class _Moment:
 
     event: int
     allocation: int
+    backward: int  # number of backward passes so far
     stretch: int
     others: tuple[float, ...]  # what a call must leave as it is: memory given back, tensors of several layers, lanes
     now_s: float
@@ -164,10 +306,11 @@ class _Moment:
     def of(cls, gpu: FakeGpu) -> _Moment:
         clock, memory = gpu.clock, gpu.memory
         return cls(
-            event=len(memory.log), allocation=len(memory.allocations),
+            event=len(memory.log), allocation=len(memory.allocations), backward=len(gpu.backward_starts),
             stretch=clock.cut() if isinstance(clock, LayerClock) else 0,
             others=(
-                len(memory.log.emptied), len(gpu.layers.shares) if gpu.layers is not None else 0,
+                len(memory.log.emptied), len(memory.phase_marks),
+                len(gpu.layers.shares) if gpu.layers is not None else 0,
                 clock.copies_s, clock.gathers_s, clock.reductions_s,
             ),
             now_s=clock.now_s, counters=tuple(getattr(clock, name) for name in _COUNTERS), busy_s=dict(clock.busy_s),
@@ -219,6 +362,7 @@ class _Recorded:
     end: _Moment
     lanes_s: tuple[float, float]  # of host and card at the end
     events: Sequence[tuple[int, int, Allocation | None]]  # allocation, layer at work, and what was taken, if anything
+    backwards: Sequence[int]  # where in the events backward passes begin
     outputs: Sequence[_Output | None]  # None: the call returned None
     alone: bool  # whether it returned one tensor, and not several
 
@@ -247,10 +391,14 @@ class _Recorded:
             for id_, nbytes, tag in zip(ids, sizes, tags, strict=True)
             if id_ not in workspaces
         ]
-        return cls(begin, end, (gpu.clock.host_s, gpu.clock.gpu_s), events, outputs, type(out) is not tuple)
+        starts = [at - begin.event for at in gpu.backward_starts[begin.backward :]]
+        backwards = [place - sum(id_ in workspaces for id_ in ids[:place]) for place in starts]
+        lanes_s = gpu.clock.host_s, gpu.clock.gpu_s
+        return cls(begin, end, lanes_s, events, backwards, outputs, type(out) is not tuple)
 
     def again(self, gpu: FakeGpu) -> Any:
         """The outputs of the call, made once more."""
+        gpu.backward_starts += (len(gpu.memory.log) + place for place in self.backwards)
         memory, layers, numbers = gpu.memory, gpu.layers, dict[int, int]()
         try:
             for number, tag, template in self.events:
