@@ -148,7 +148,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer, setup_chat_format
 name = "Qwen/Qwen2.5-0.5B-Instruct"
-tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained("somebody/tokenizer-alone")
 model = AutoModelForCausalLM.from_pretrained(
     pretrained_model_name_or_path=name, device_map="auto", torch_dtype=torch.bfloat16, use_cache=False,
     quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
@@ -182,7 +182,13 @@ def test_a_notebook_for_older_libraries_trains_without_its_model_and_data(
     assert weights < stays < weights + 0.2e9  # activations are in proportion to the micro-batch
     assert short.found.peak_allocated_bytes < 0.4 * long.found.peak_allocated_bytes
     notes = " ".join(long.found.notes)
-    for word in ("columns question, answer", "setup_chat_format", "max_seq_length as max_length", "logging_dir"):
+    for word in (
+        "columns question, answer",
+        "tokenizer somebody/tokenizer-alone",
+        "setup_chat_format",
+        "max_seq_length as max_length",
+        "logging_dir",
+    ):
         assert word in notes
     with pytest.raises(ConfigError, match="SFTConfig has no such field; the nearest valid one is"):
         fit_script(Script(path=path, prompt_tokens=256, changes={"per_device_train_batch": 4}), gpu="l4")

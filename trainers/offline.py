@@ -312,11 +312,11 @@ def _write(home: Path, config: Mapping[str, object], *, copied: Path | None) -> 
     for path in (*copied.glob("*.py"), *copied.glob("preprocessor_config.json")) if copied is not None else ():
         shutil.copy(path, home)
     vocabulary = config.get("vocab_size")
-    _tokenizer(min(vocabulary, _WORDS) if isinstance(vocabulary, int) else _WORDS).save_pretrained(home)
+    small_tokenizer(min(vocabulary, _WORDS) if isinstance(vocabulary, int) else _WORDS).save_pretrained(home)
     return str(home)
 
 
-def _tokenizer(words: int) -> Any:
+def small_tokenizer(words: int = _WORDS) -> Any:
     """A tokenizer with a chat template and at most `words` tokens: all bytes, and " a", the word of synthetic prompts.
 
     A byte-level tokenizer, because transformers loads some models' tokenizers (Qwen2's) by a class for this kind only.

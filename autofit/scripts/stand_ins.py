@@ -23,8 +23,9 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from autofit.errors import ConfigError
 from autofit.trainers.common import random_checkpoint
-from autofit.trainers.offline import has_vocabulary, stand_in_model
+from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model
 from autofit.units import format_bytes
 
 _BY_NAME = (AutoConfig, AutoTokenizer, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase)
@@ -77,12 +78,25 @@ class StandIns:
             try:
                 found = load(name, *rest, **named)
             except (OSError, ValueError):
-                return load(self.home(name), *rest, **named)
+                return self._loaded(kind, load, name, rest, named)
             if isinstance(found, PreTrainedTokenizerBase) and not has_vocabulary(name, named.get("revision")):
                 return load(self.home(name), *rest, **named)  # some classes load without a file, with no vocabulary
             return found
 
         return classmethod(from_pretrained)
+
+    def _loaded(self, kind: Any, load: Callable[..., Any], name: str, rest: tuple[Any, ...], named: Any) -> Any:
+        """What `load` makes of the stand-in of the model `name`."""
+        try:
+            home = self.home(name)
+        except ConfigError:
+            if kind is not AutoTokenizer:
+                raise
+            self._note(
+                f"the tokenizer {name} is not on this machine: a small one stands in, in which a letter is a token"
+            )
+            return small_tokenizer()  # of a repository with nothing but a tokenizer
+        return load(home, *rest, **named)
 
     def _weights(self, original: Any) -> Any:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
