@@ -156,9 +156,10 @@ model = AutoModelForCausalLM.from_pretrained(
 model, tokenizer = setup_chat_format(model, tokenizer)
 data = load_dataset("somebody/questions", split="train").select(range(10_000))
 data = data.map(lambda row: {"text": row["question"] + row["answer"]}).remove_columns(["question", "answer", "url"])
-arguments = SFTConfig("out", max_seq_length=256, per_device_train_batch_size=16, gradient_accumulation_steps=2,
+arguments = SFTConfig("out", per_device_train_batch_size=16, gradient_accumulation_steps=2,
                       logging_dir="logs", report_to="wandb", gradient_checkpointing=False, bf16=True)
-SFTTrainer(model, arguments, train_dataset=data, tokenizer=tokenizer, peft_config=LoraConfig(r=8)).train()
+SFTTrainer(model, arguments, train_dataset=data, tokenizer=tokenizer, max_seq_length=256,
+           peft_config=LoraConfig(r=8)).train()
 """
 
 

@@ -1,5 +1,6 @@
 """What scripts for older releases of TRL, transformers and PEFT say, in the words of the installed ones."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -30,21 +31,21 @@ def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
             patches.enter_context(mock.patch.object(config, "__init__", _of_config(config, note)))
         for kind, config in {transformers.Trainer: None, **of_trl}.items():
             patches.enter_context(mock.patch.object(kind, "__init__", _of_trainer(kind, config, note)))
-        for module, name, instead in _gone():
+        for module, name, instead, what in _gone():
             if name in code and not hasattr(module, name):
                 setattr(module, name, instead)
                 patches.callback(delattr, module, name)
-                note(
-                    f"{name} of an older {module.__name__} has a stand-in here, which changes no tensor but the batch's"
-                )
+                note(f"{name} is gone from {module.__name__}: {what}")
         yield
 
 
-def _gone() -> Iterator[tuple[Any, str, Any]]:
-    """(module, name that it had, what stands for it)."""
-    yield trl, "setup_chat_format", lambda model, tokenizer, *_, **__: (model, tokenizer)
-    yield trl, "DataCollatorForCompletionOnlyLM", _completions_only
-    yield peft, "prepare_model_for_int8_training", peft.prepare_model_for_kbit_training
+def _gone() -> Iterator[tuple[Any, str, Any, str]]:
+    """(module, name that it had, what stands for it, and what that does)."""
+    as_they_are = "the model and its vocabulary stay as they are"
+    yield trl, "setup_chat_format", lambda model, tokenizer, *_, **__: (model, tokenizer), as_they_are
+    yield trl, "DataCollatorForCompletionOnlyLM", _completions_only, "the loss is taken of prompts too"
+    new = peft.prepare_model_for_kbit_training
+    yield peft, "prepare_model_for_int8_training", new, f"{new.__name__} is called"
 
 
 def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:
@@ -53,8 +54,9 @@ def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:
 
 def _of_config(config: type, note: Callable[[str], None]) -> Any:
     original: Callable[..., None] = config.__init__  # type: ignore[misc]
-    known = [field.name for field in fields(config) if field.init]
+    known = _fields(config)
 
+    @functools.wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
         original(self, *given, **_modern(named, known, note))
 
@@ -66,20 +68,25 @@ def _of_trainer(kind: type, config: Any, note: Callable[[str], None]) -> Any:
     original: Callable[..., None] = kind.__init__  # type: ignore[misc]
     known = inspect.signature(original).parameters
 
+    @functools.wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
+        named = dict(zip(list(known)[1:], given, strict=False)) | named
         was, now = _TOKENIZER
         if was in named and was not in known:
             named[now] = named.pop(was)
         others = {key: named.pop(key) for key in list(named) if key not in known} if config is not None else {}
         if others:
             arguments = named.get("args")
-            whole = (
-                {} if arguments is None else {f.name: getattr(arguments, f.name) for f in fields(arguments) if f.init}
-            )
-            named["args"] = config(**whole | others)
-        original(self, *given, **named)
+            whole = {name: getattr(arguments, name) for name in (() if arguments is None else _fields(arguments))}
+            named["args"] = config(**whole | _modern(others, _fields(config), note))
+        original(self, **named)
 
     return __init__
+
+
+def _fields(config: Any) -> list[str]:
+    """What the dataclass of a config, or one of it, is made with."""
+    return [field.name for field in fields(config) if field.init]
 
 
 def _modern(named: Mapping[str, Any], known: list[str], note: Callable[[str], None]) -> dict[str, Any]:
