@@ -95,7 +95,7 @@ def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:
     ],
 )
 def test_the_columns_of_made_up_data_are_those_that_the_script_reads(text: str, names: str) -> None:
-    columns = Columns.of(text)
+    columns = Columns(text)
     assert columns.names == tuple(names.split())
     row = columns.row(100)
     assert tuple(row) == columns.names

@@ -144,7 +144,7 @@ def _offers(options: argparse.Namespace, checked: "ScriptCheck", advice_s: float
     bar = Bar("fit-check", str(options.script))
     bar.begin(ADVICE, most_s=advice_s)
     try:
-        ask = asked_again([*words, "--", str(options.script), *options.arguments], time.monotonic() + advice_s)
+        ask = asked_again(words, [str(options.script), *options.arguments], time.monotonic() + advice_s)
         yield from Advice(seen=checked.arguments, ask=ask).offers(checked.found.to_dict())
     finally:
         bar.end()

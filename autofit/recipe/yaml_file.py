@@ -25,10 +25,8 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, object]:
     (text, numbers, true, false, null, lists, mappings).
     """
     if what in ("recipe", "file") and path.suffix in (".py", ".ipynb"):
-        raise ConfigError(
-            f"{printable(str(path), 200)} is a Python script, not a {what}; to run it on a simulated card: "
-            f"autofit fit-check --gpu NAME {printable(str(path), 200)}"
-        )
+        name = printable(str(path), 200)
+        raise ConfigError(f"{name} is a Python script; on a simulated card: autofit fit-check --gpu NAME {name}")
     try:
         text = _text(path)
     except ConfigError as error:

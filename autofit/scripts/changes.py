@@ -4,6 +4,7 @@ A change is tried by running the script once more, in a process of its own.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from autofit.errors import ConfigError, nearest
+from autofit.space.describe import set_options
 from autofit.units import format_bytes, format_seconds
 
 MICRO, ACCUMULATION, CHECKPOINTING = (
@@ -67,8 +69,8 @@ class Offer:
     def __str__(self) -> str:
         words = ", ".join(f"{key} {self.before[key]} -> {value}" for key, value in self.changes.items())
         step = "" if self.most_step_s is None else f", at most {format_seconds(self.most_step_s)} a step"
-        options = " ".join(f"--set {key}={str(value).lower()}" for key, value in self.changes.items())
-        return f"  {words} (needs {format_bytes(self.least_capacity_bytes)}{step})   {options}"
+        needed = format_bytes(self.least_capacity_bytes)
+        return f"  {words} (needs {needed}{step})   {set_options(self.changes)}"
 
     def to_dict(self) -> dict[str, object]:
         """The changes and the figures with them."""
@@ -145,16 +147,15 @@ class Advice:
         )  # fmt: skip
 
 
-def asked_again(command: Sequence[str], until: float) -> Ask:
-    """A function that runs `fit-check` with the words `command` and changes, while there is time `until` then."""
+def asked_again(options: Sequence[str], script: Sequence[str], until: float) -> Ask:
+    """A function that runs `fit-check` of `script` with `options` and changes, while there is time `until` then."""
+    first = (sys.executable, "-P", "-m", "autofit", "fit-check", "--json", "--advice-time=0")
 
     def ask(changes: Mapping[str, object]) -> Figures | None:
-        given = [f"--set={key}={str(value).lower()}" for key, value in changes.items()]
-        own, script = command[: command.index("--")], command[command.index("--") + 1 :]
-        words = [sys.executable, "-P", "-m", "autofit", "fit-check", "--json", "--advice-time=0", *own, *given, *script]
         left_s = until - time.monotonic()
         if left_s <= 0:
             return None
+        words = [*first, *options, *shlex.split(set_options(changes)), *script]
         try:
             run = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False)
             return dict(json.loads(run.stdout.splitlines()[-1])) if run.returncode in (0, 1) else None

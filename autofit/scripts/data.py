@@ -17,15 +17,9 @@ _ANSWERS = ("chosen", "rejected")
 _CHATS = ("messages", "conversations", "conversation", "chat", "dialog")
 _NUMBERS = re.compile(r"labels?$|score|rating|num_|.*_(id|count)$|id$")
 _SPLITS = ("train", "test", "validation")
-_MADE = {
-    *_SPLITS,
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "position_ids",
-    "labels",
-    "completion_mask",
-}  # of a tokenizer
+_OF_TOKENIZERS = {
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "completion_mask",
+}  # fmt: skip
 _OF_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 _COLUMN_METHODS = ("remove_columns", "rename_column", "select_columns", "cast_column")
 _BY_TRAINER = {  # what a trainer reads of rows that the script gives it as they are
@@ -37,22 +31,17 @@ _BY_TRAINER = {  # what a trainer reads of rows that the script gives it as they
 class Columns:
     """The columns that the Python code of a script reads of its dataset."""
 
-    code: ast.AST
-    text: str
-
-    @classmethod
-    def of(cls, text: str) -> "Columns":
-        return cls(ast.parse(text), text)
+    code: str
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Their names: those that it asks a row for, or that its rewards take, or else those of its trainer."""
         found = dict.fromkeys([*self._read(), *self._of_rewards()])
         of_trainer = next((names for kinds, names in _BY_TRAINER.items() if any(
-            f"{kind}Trainer" in self.text for kind in kinds)), None)  # fmt: skip
+            f"{kind}Trainer" in self.code for kind in kinds)), None)  # fmt: skip
         if of_trainer is not None and not set(of_trainer) & set(found):
             found |= dict.fromkeys(of_trainer)
-        return tuple(name for name in found if name not in _MADE) or ("text",)
+        return tuple(name for name in found if name not in {*_SPLITS, *_OF_TOKENIZERS}) or ("text",)
 
     def row(self, tokens: int) -> dict[str, object]:
         """A row whose texts have `tokens` tokens in all, in words that every tokenizer has."""
@@ -66,12 +55,12 @@ class Columns:
         if name not in _CHATS:
             return text
         half = " ".join(["a"] * max(1, tokens // 2))
-        who, what = ("from", "value") if re.search(r"""["']from["']""", self.text) else ("role", "content")
+        who, what = ("from", "value") if re.search(r"""["']from["']""", self.code) else ("role", "content")
         people = ("human", "gpt") if who == "from" else ("user", "assistant")
         return [{who: person, what: half} for person in people]
 
     def _read(self) -> Iterator[str]:
-        for node in ast.walk(self.code):
+        for node in ast.walk(ast.parse(self.code)):
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
                 yield from _words([node.slice]) if isinstance(node.value, ast.Name | ast.Subscript) else ()
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -81,9 +70,9 @@ class Columns:
                 yield from _words([node.value])
 
     def _of_rewards(self) -> Iterator[str]:
-        if "accuracy_reward" in self.text:  # TRL's own
+        if "accuracy_reward" in self.code:  # TRL's own
             yield "solution"
-        for node in ast.walk(self.code):
+        for node in ast.walk(ast.parse(self.code)):
             if isinstance(node, ast.FunctionDef) and any(each.arg == "completions" for each in node.args.args):
                 yield from (each.arg for each in node.args.args if each.arg not in _OF_REWARDS)
 

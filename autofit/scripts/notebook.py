@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
+from autofit.files import regular_bytes
 
 MOST_BYTES = 1 << 25  # 32 MiB; pictures among a notebook's outputs are its largest part
 SUFFIX = ".ipynb"
@@ -16,11 +17,13 @@ _COMMAND = re.compile(r"^([ \t]*)(?:[!%?]|\w[\w., ]*=\s*[!%])(?:.*\\\n)*.*$", re
 
 def code_of(path: Path) -> str:
     """The code of the file `path`. Raises ConfigError where a notebook cannot be read."""
-    if not path.is_file():
-        raise ConfigError(f"there is no script {str(path)[:200]!r}")
-    if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{path} must have at most {MOST_BYTES >> 20} MiB; it has {path.stat().st_size >> 20}")
-    text = path.read_text("utf-8", "replace")
+    try:
+        content, _ = regular_bytes(path, most=MOST_BYTES, what="a script")
+    except ConfigError as error:
+        raise ConfigError(f"{quoted(str(path), 200)} {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"there is no script {quoted(str(path), 200)}") from error
+    text = content.decode("utf-8", "replace")
     if path.suffix != SUFFIX:
         return text
     try:

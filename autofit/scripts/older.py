@@ -39,6 +39,15 @@ def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
+def modernise(named: dict[str, Any]) -> None:
+    """Say arguments of older releases of transformers, by which a model was loaded, in those of today."""
+    bits = {key: named.pop(key) for key in ("load_in_4bit", "load_in_8bit") if key in named}
+    if any(bits.values()) and named.get("quantization_config") is None:
+        named["quantization_config"] = transformers.BitsAndBytesConfig(**bits)
+    if named.pop("use_flash_attention_2", False):
+        named.setdefault("attn_implementation", "flash_attention_2")
+
+
 def _gone() -> Iterator[tuple[Any, str, Any, str]]:
     """(module, name that it had, what stands for it, and what that does)."""
     as_they_are = "the model and its vocabulary stay as they are"

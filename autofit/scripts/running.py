@@ -130,7 +130,9 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
 def _stood_in(script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], folder: Path) -> Iterator[None]:
     """Context with stand-ins for models and data that are not here, and the changes, where the code may need them."""
     with ExitStack() as stack:
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of slow kernels of the CPU, unused here
+        log = logging.getLogger("bitsandbytes")  # it warns of slow kernels of the CPU, which are not used here
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
         if any(name in code for name in _LIBRARIES):
             from autofit.scripts.changes import laid_over
             from autofit.scripts.older import understood
@@ -142,7 +144,7 @@ def _stood_in(script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], 
         if "datasets" in code or "trl" in code:
             from autofit.scripts.data import Columns, stood_in
 
-            stack.enter_context(stood_in(Columns.of(code), script.prompt_tokens, card.note))
+            stack.enter_context(stood_in(Columns(code), script.prompt_tokens, card.note))
         yield
 
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from autofit.errors import ConfigError
+from autofit.scripts.older import modernise
 from autofit.trainers.common import random_checkpoint
 from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model
 from autofit.units import format_bytes
@@ -32,6 +33,7 @@ _BY_NAME = (AutoConfig, AutoTokenizer, AutoProcessor, PreTrainedConfig, PreTrain
 _OF_LOADING = ("revision", "trust_remote_code")
 _OF_MODEL = ("dtype", "torch_dtype", "attn_implementation")  # which a config has too
 _NAME = "pretrained_model_name_or_path"
+_SMALL = "a small one, in which a letter is a token"
 _MUCH = 10**9  # bytes of weights in float32 that are told
 
 
@@ -52,7 +54,7 @@ class StandIns:
                 self._homes[name] = stand_in_model(name, own)
             finally:
                 self._making = False
-            self._note(f"{name} is not on this machine: its tokenizer is a small one, in which a letter is a token")
+            self._note(f"{name} is not on this machine: its tokenizer is {_SMALL}")
         return self._homes[name]
 
     @contextmanager
@@ -73,7 +75,7 @@ class StandIns:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
             load = original.__get__(None, cls)
             name, rest = _name(rest, named)
-            if self._making or not isinstance(name, str) or Path(name).exists() or name in self._homes.values():
+            if self._making or not isinstance(name, str) or Path(name).exists():
                 return load(name, *rest, **named)
             try:
                 found = load(name, *rest, **named)
@@ -92,9 +94,7 @@ class StandIns:
         except ConfigError:
             if kind is not AutoTokenizer:
                 raise
-            self._note(
-                f"the tokenizer {name} is not on this machine: a small one stands in, in which a letter is a token"
-            )
+            self._note(f"the tokenizer {name} is not on this machine: {_SMALL}, stands in")
             return small_tokenizer()  # of a repository with nothing but a tokenizer
         return load(home, *rest, **named)
 
@@ -102,7 +102,7 @@ class StandIns:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
             load = original.__get__(None, cls)
             name, rest = _name(rest, named)
-            _modernise(named)
+            modernise(named)
             try:
                 found = load(name, *rest, **named)
             except OSError:
@@ -148,15 +148,6 @@ class StandIns:
 def _name(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """(a model's name among the arguments of a call, the other ones by place)."""
     return (given[0], given[1:]) if given else (named.pop(_NAME, None), ())
-
-
-def _modernise(named: dict[str, Any]) -> None:
-    """Say arguments of older releases of transformers, by which a model was loaded, in those of today."""
-    bits = {key: named.pop(key) for key in ("load_in_4bit", "load_in_8bit") if key in named}
-    if any(bits.values()) and named.get("quantization_config") is None:
-        named["quantization_config"] = BitsAndBytesConfig(**bits)
-    if named.pop("use_flash_attention_2", False):
-        named.setdefault("attn_implementation", "flash_attention_2")
 
 
 def _nothing(*_: object, **__: object) -> None:
