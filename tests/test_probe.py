@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -332,3 +333,20 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     missing = allocator_bytes(profiled)[0] - ours
     assert 0 <= missing <= 256
     assert missing % 8 == 0
+
+
+@pytest.mark.parametrize(("device", "emptied"), [("cuda", 1), ("cpu", 0)])
+def test_what_resumes_on_a_card_finds_an_empty_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, emptied: int
+) -> None:
+    """Built in what the first run had left in the cache, a model took 0.6 of 7.6 GB more on a real card."""
+    from autofit.probing import worker
+
+    called: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: called.append("emptied"))
+    monkeypatch.setattr("torch._C._cuda_clearCublasWorkspaces", lambda: called.append("cleared"), raising=False)
+    run, recorder = mock.Mock(), mock.Mock(phase="load")
+    recorder.enter.side_effect = lambda phase: called.append(phase)
+    request = mock.Mock(device=device, values={}, rank=None, folder=tmp_path, worst_case=tmp_path)
+    worker._train_until_saved(request, recorder, mock.Mock(build=lambda *_: run))
+    assert called == ["load", *["cleared", "emptied"] * emptied, "resume"]

@@ -1,5 +1,6 @@
 """Tokens and passwords of a recipe are kept in files of the user's own only; everywhere else a reference stands."""
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -137,3 +138,29 @@ def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(
     with_secrets = [path for path in files if any(s.encode() in path.read_bytes() for s in (TOKEN, KEY, PASSWORD))]
     assert with_secrets == []
     assert TOKEN not in repr(os.environ)
+
+
+def test_a_full_run_has_its_variables_before_anything_uses_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autofit.promotion import training
+
+    seen: list[str | None] = []
+
+    def load(name: str) -> object:
+        seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+        raise RuntimeError("enough")
+
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(training, "load", load)
+    monkeypatch.setattr(training, "start_mirror", lambda *_: None)
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({
+        "folder": str(tmp_path), "output_dir": str(tmp_path / "out"), "trainer": "grpo", "device": "cpu",
+        "values": {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+    }))  # fmt: skip
+    try:
+        assert training.main(str(request)) == 1
+    finally:
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    assert seen == ["expandable_segments:True"]

@@ -42,7 +42,7 @@ from autofit.promotion.run_folder import (
 from autofit.promotion.server import with_address
 from autofit.promotion.start import Start, not_loaded, tell_oom, tell_oom_and_save, tell_oom_of_rank
 from autofit.recipe.launch import Launch, split
-from autofit.recipe.secrets import opened
+from autofit.recipe.secrets import into_environment, opened
 from autofit.tuning.storage import mlflow_follows
 from autofit.watching.contract import Promise
 from autofit.watching.events import read_progress
@@ -68,6 +68,7 @@ def main(request_path: str) -> int:
     assert request is not None
     folder, output = Path(str(request["folder"])), Path(str(request["output_dir"]))
     launch, values = split(with_address(opened(cast("dict[str, object]", request["values"]))))
+    into_environment(values)
     rank = None if launch.is_alone else int(os.environ[RANK])
     try:
         with _mirrored(request, folder, rank), _as_rank(launch, rank, str(request["device"])):

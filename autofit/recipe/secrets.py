@@ -159,3 +159,13 @@ def _write(path: Path, content: bytes, *, replaces: bool = True) -> None:
         pass
     finally:
         Path(temporary).unlink()
+
+
+def into_environment(values: Mapping[str, object]) -> None:
+    """Set the variables of a recipe's `env` in this process.
+
+    Before anything uses the card: torch's allocator reads its settings once, and TRL sets these only when it parses.
+    """
+    env = values.get("env")
+    if isinstance(env, Mapping):
+        os.environ.update({str(key): str(value) for key, value in env.items()})
