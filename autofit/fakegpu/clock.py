@@ -103,7 +103,7 @@ class OperationLog(Protocol):
 
     def view(self) -> None: ...
 
-    def host_work(self, launches: int) -> None: ...
+    def host_work(self, launches: float, *, alone: bool) -> None: ...
 
     def kernel(
         self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
@@ -188,16 +188,16 @@ class Clock:
         self.host_s += seconds
         self.gpu_s += seconds
 
-    def host_work(self, launches: int, *, deep: int | None = None) -> None:
+    def host_work(self, launches: float, *, deep: float | None = None, alone: bool = False) -> None:
         """Charge the host with Python code that launches nothing and takes as long as so many launches.
 
-        `deep` are those of a run with all layers, where that is more.
+        `deep` are those of a run with all layers, where that is more. `alone`: the card has nothing to do meanwhile.
         """
         if self.asleep:
             return
         self.host_s += launches * self.costs.launch_s
         if self.log is not None:
-            self.log.host_work(launches)
+            self.log.host_work(launches, alone=alone)
 
     def copy_to_host(self, nbytes: int) -> None:
         self.gpu_s = self.run_s + self.link_s(nbytes)

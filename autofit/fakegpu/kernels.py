@@ -177,6 +177,9 @@ def _product(rows: object, columns: int) -> int:
 # Bytes of a row that the next pass of a softmax still finds in the cache: on an A100, rows of 64 KiB are read once and
 # of 128 KiB three times (experiments/rates/bandwidth.py).
 _CACHED_ROW_BYTES = 1 << 16
+_HALF_BYTES = 2  # an address takes as long to work out for an element of two bytes as for one of four
+_OF_A_COPY = 2  # large tensors: one read, one written
+_OF_LISTS = "aten::_foreach_", "aten::_fused_"  # multi_tensor_apply.cuh
 
 
 class Traffic(NamedTuple):
@@ -248,8 +251,14 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 def _pattern(
     kernel: Kernel, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Pattern:
+    if kernel.pattern == "cat":
+        if all(tensor.is_contiguous() for tensor in inputs):
+            return "cat_whole"
+        return "cat_halves" if outputs[0].element_size() <= _HALF_BYTES else "cat"
     if kernel.pattern is not None:
         return kernel.pattern
+    if func._schema.name.startswith(_OF_LISTS):
+        return "tensors"
     if torch.Tag.pointwise not in func.tags and not kernel.copies:
         return "streaming"
     whole = [tensor for tensor in (*outputs, *inputs) if tensor.dim()]
@@ -260,7 +269,8 @@ def _pattern(
     if not is_dense(first.shape, first.stride()) or any(
         t.shape != first.shape or _layout(t) != laid_out for t in whole[1:]
     ):
-        return "strided"
+        large = sum(tensor.numel() == first.numel() and not _is_expanded(tensor) for tensor in whole)
+        return "strided_halves" if first.element_size() <= _HALF_BYTES and large <= _OF_A_COPY else "strided"
     widened = all(tensor.element_size() < first.element_size() for tensor in whole[1:])
     return "cast" if widened and len(whole) > 1 else "streaming"
 

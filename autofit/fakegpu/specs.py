@@ -371,11 +371,10 @@ class HostCosts:
     Transformers' own `generate` agrees: 35.71 ms a token for 40 layers of Llama-13B (github
     foundation-model-stack/foundation-model-stack#69) are 18 us for each of the 49 kernels of a layer.
     `recorded_launch_s` is one whose gradient is recorded, and `backward_launch_s` one that autograd launches, with its
-    share of nodes that launch none. Hosts differ in both. With 18.3 us each, three LoRA trainings of PEFT on an L40S
-    (experiments/accuracy) are predicted 2, 5 and 12 % too slow, with 29.5 and 38 us 31, 37 and 31 %. The latter are
-    what a virtual machine with an Intel Xeon and an H100 took (s6, d1, d3, d4, h1 and h3 of experiments/gpu,
-    2026-11-26), whose rollouts agree with `launch_s`. The former are the default, as most of the rows that were
-    measured elsewhere are of such hosts; `autofit doctor --calibrate` and a real probe tell more of one host.
+    share of nodes that launch none. Hosts differ: the same program took two hosts of H100s 11 and 22 us a kernel
+    (experiments/gpu, 2026-11-27), so `autofit doctor --calibrate`, and a search on a card, measure the one at hand. The
+    defaults are 18.3 us each, as three LoRA trainings of PEFT on an L40S are told within 12 % with them (experiments/
+    accuracy) and most other rows that were measured elsewhere are of such hosts.
     `view_s` is what `autofit doctor --calibrate` measures on servers, 1 to 2 us.
     """
 

@@ -21,6 +21,7 @@ from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
 from autofit.fakegpu.scratch import nonzero_before, nonzero_beside, scratch_of
+from autofit.fakegpu.walks import OF_A_TENSOR, charge_tensors
 
 aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -274,6 +275,8 @@ class Tracer(TorchDispatchMode):
             return
         if func.namespace == "fsdp":
             args, out = moved_by(func, args, kwargs, out)
+        if (launches := OF_A_TENSOR.get(func)) is not None:
+            charge_tensors(self.clock, self.layers, launches, args[0])
         self.clock.operation(func, args, kwargs, out, key)
         if self.after is not None:
             self.after(func, out)

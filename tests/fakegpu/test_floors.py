@@ -19,7 +19,7 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "allocator", "cub", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
-        "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
+        "own_work", "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
     ),
     ("depth.stack", "ranks", "rates.cards", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
@@ -29,9 +29,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("clock", "formula.kernel_log"),
     ("calibrate", "depth.delay", "formula.seconds", "fusion"),
     ("depth.layers", "formula.formula"),
-    ("depth.expand", "patches.reducer", "tracer"),
+    ("depth.expand", "patches.reducer", "walks"),
+    ("tracer",),
     ("card", "depth.rounds", "patches.tensors"),
-    ("patches.same_calls",),
+    ("patches.same_calls", "patches.walks"),
     (
         "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
         "patches.flex", "patches.recurrent", "patches.rollout", "patches.vllm",

@@ -167,6 +167,8 @@ class Bytes:
 
     def view(self) -> None: ...
 
+    def host_work(self, launches: float, *, alone: bool) -> None: ...
+
     def kernel(self, func: object, args: object, out: object, *, work: Work, **_: object) -> None:
         self.moved[work.name] = self.moved.get(work.name, 0) + work.nbytes
         self.patterns[work.name] = work.pattern
@@ -198,6 +200,30 @@ def test_kernels_that_work_out_addresses_are_bound_by_the_multiprocessors(card: 
     kernels = KernelSeconds(gpu_spec(card), HostCosts())
     ratio = kernels.others(0, 10**9, 1e12, "strided") / kernels.others(0, 10**9, 1e12)
     assert ratio == pytest.approx(slower, rel=0.05)
+
+
+def test_joined_slices_copied_halves_and_lists_of_tensors_have_rates_of_their_own() -> None:
+    with fake_gpu("h100") as gpu:
+        x = torch.zeros(64, 256, device="cuda", dtype=torch.bfloat16)
+        wide = torch.zeros(64, 256, device="cuda")
+        gpu.clock.log = log = Bytes()  # type: ignore[assignment]
+        torch.cat((x, x))
+        assert log.patterns["cat"] == "cat_whole"
+        torch.cat((x[:, :128], x[:, 128:]), 1)
+        assert log.patterns["cat"] == "cat_halves"
+        torch.cat((wide[:, :128], wide[:, 128:]), 1)
+        assert log.patterns["cat"] == "cat"
+        x * x[:1]  # the row stays in the cache
+        assert log.patterns["mul"] == "strided_halves"
+        x[:, :128] * x[:, 128:]
+        assert log.patterns["mul"] == "strided"  # three large tensors: bytes more than addresses
+        wide * wide[:1]
+        assert log.patterns["mul"] == "strided"
+        torch._foreach_norm([x, wide])
+        assert log.patterns["_foreach_norm"] == "tensors"
+    kernels = KernelSeconds(gpu_spec("h100"), HostCosts())
+    assert kernels.bandwidth("tensors") < 0.75 * kernels.bandwidth("streaming")
+    assert kernels.bandwidth("cat_halves") < 0.5 * kernels.bandwidth("cat_whole")
 
 
 def test_an_optimizer_that_is_fused_reads_four_tensors_and_writes_three() -> None:

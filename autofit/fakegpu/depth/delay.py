@@ -152,9 +152,9 @@ class LayerClock(Clock):
             kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
             self._rows[_GPU] = _plus(_later(self._rows[_GPU], self._rows[_HOST]), kernel_s)
 
-    def host_work(self, launches: int, *, deep: int | None = None) -> None:
+    def host_work(self, launches: float, *, deep: float | None = None, alone: bool = False) -> None:
         before = self.host_s
-        super().host_work(launches)
+        super().host_work(launches, alone=alone)
         self._launch((self.host_s - before) * (deep or launches) / launches)
 
     def _launch(self, seconds: float) -> None:

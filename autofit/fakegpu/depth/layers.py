@@ -20,6 +20,7 @@ from autofit.fakegpu.clock import in_backward
 from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock, Repeat
 from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
 from autofit.fakegpu.memory import HostMemory, SimulatedMemory
+from autofit.fakegpu.own_work import own_work
 
 __all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Repeat", "Tag"]
 
@@ -95,12 +96,14 @@ class LayerRecorder:
             return
         if child[0] in self._owner:
             return
-        known = next((code for part in child[0].modules() if (code := self._owner.get(part))), None)
+        with own_work():
+            known = next((code for part in child[0].modules() if (code := self._owner.get(part))), None)
         if known is None:
             self._add_stack(child, stack)
         else:  # the layers of a known stack, each now inside a module of FSDP1
             self._follow(child, Tag.decode(known).stack)
 
+    @own_work()
     def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack) -> None:
         self.stacks.append(stack)
         self._follow(layers, len(self.stacks) - 1)
@@ -128,6 +131,7 @@ class LayerRecorder:
         elif len(set(middle)) == 1 and len(set(flags)) > 1:
             self.problem = "checkpointing is on in some layers only, outside of those that repeat"
 
+    @own_work()
     def _own(self, module: torch.nn.Module, code: int) -> None:
         for part in module.modules():
             self._owner[part] = code
@@ -280,6 +284,10 @@ class LayerRecorder:
     def growth_of(self, code: int) -> float:
         """How many tensors one of the layer `code` is at full depth."""
         return self.stacks[Tag.decode(code).stack].growth if self._is_middle(code) else 1.0
+
+    def growth_of_module(self, module: torch.nn.Module) -> float:
+        """How many modules one is at full depth."""
+        return self.growth_of(self._owner.get(module, 0))
 
     def _growth(self, tensor: torch.Tensor) -> float:
         return self.growth_of(self.of(tensor))

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from autofit.fakegpu.own_work import own_work
 from autofit.fakegpu.specs import FakeGpuError
 
 TRACED_UNITS = 2  # two middle units are enough to check that units repeat
@@ -116,6 +117,7 @@ def _prints(config: Any) -> tuple[list[Fingerprint], Fingerprint]:
     return _PRINTS[key]
 
 
+@own_work()
 def _read_prints(config: Any) -> tuple[list[Fingerprint], Fingerprint]:
     from transformers import AutoModel
 
@@ -143,6 +145,7 @@ def _read_prints(config: Any) -> tuple[list[Fingerprint], Fingerprint]:
     return [fingerprint(layer) for layer in layers], outside
 
 
+@own_work()
 def fingerprint(layer: torch.nn.Module) -> Fingerprint:
     """Classes, shapes and plain settings of all modules in a layer, without layer numbers."""
     found: list[object] = []

@@ -48,12 +48,19 @@ class Info(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Work of the host in one segment: launches, in the order of `Launch`, and views."""
+    """Work of the host in one segment: launches, in the order of `Launch`, views, and what it does `alone`.
 
-    plain: int = 0
-    recorded: int = 0
-    autograd: int = 0
-    views: int = 0
+    The last is Python that launches nothing while the card has nothing to do, in launches.
+    """
+
+    plain: float = 0
+    recorded: float = 0
+    autograd: float = 0
+    views: float = 0
+    alone: float = 0
+
+
+_VIEWS, _ALONE = map(HostCounts._fields.index, ("views", "alone"))
 
 
 class Counted(NamedTuple):
@@ -62,7 +69,7 @@ class Counted(NamedTuple):
     kinds: Mapping[Kind, int]
     hosts: Mapping[str, HostCounts]
     steps: list[dict[Kind, int]]
-    step_hosts: list[list[int]]
+    step_hosts: list[list[float]]
 
 
 @dataclass(slots=True)
@@ -108,9 +115,14 @@ class KernelKinds:
         return replace(self, counts=counts)
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
-        *launches, views = self.host_counts.get(segment, HostCounts())
+        *launches, views, _ = self.host_counts.get(segment, HostCounts())
         seconds = views * costs.view_s + sum(number * costs.of(by) for by, number in zip(Launch, launches, strict=True))
         return seconds / max(1, self.repeats.get(segment, 1))
+
+    def alone_seconds(self, segment: str, costs: HostCosts) -> float:
+        """Seconds of a pass of the segment in which the host works and the card has nothing to do."""
+        counts = self.host_counts.get(segment, HostCounts())
+        return counts.alone * costs.launch_s / max(1, self.repeats.get(segment, 1))
 
 
 class KernelLog:
@@ -122,10 +134,10 @@ class KernelLog:
         self.phase = "load"
         self._decoding = False
         self._steps: list[dict[Kind, int]] = []
-        self._step_hosts: list[list[int]] = []
+        self._step_hosts: list[list[float]] = []
         self._counts: dict[Kind, int] = {}
         self._infos: dict[Kind, Info] = {}
-        self._hosts: dict[str, list[int]] = {}
+        self._hosts: dict[str, list[float]] = {}
         self._engine: VllmEngine | PagedBatching | None = None
 
     def decode_step(self, number: int) -> None:
@@ -163,11 +175,11 @@ class KernelLog:
 
     def view(self) -> None:
         if self.on:
-            self._host()[-1] += 1
+            self._host()[_VIEWS] += 1
 
-    def host_work(self, launches: int) -> None:
+    def host_work(self, launches: float, *, alone: bool) -> None:
         if self.on:
-            self._host()[Launch.PLAIN] += launches
+            self._host()[_ALONE if alone else Launch.PLAIN] += launches
 
     def kernel(
         self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
@@ -206,7 +218,7 @@ class KernelLog:
             return ""
         return COPIES if work.name == "copy_" else COLLECTIVES
 
-    def _host(self) -> list[int]:
+    def _host(self) -> list[float]:
         if self._decoding:
             return self._step_hosts[-1]
         return self._hosts.setdefault(self.phase, list(HostCounts()))

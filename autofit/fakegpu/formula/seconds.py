@@ -121,7 +121,8 @@ _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 1
 class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
-    A segment's time is the maximum of its host launches, its GPU kernels and its copies on a stream of their own.
+    A segment's time is the maximum of its host launches, its GPU kernels and its copies on a stream of their own, and
+    what the host does alone.
     Products and attention (`tabled`) take what the card's tables say of their sizes; another kernel is a short one and
     bound by FLOPs or bytes.
     `sums` holds the summed seconds of those others whose bound is the same at all sample points.
@@ -135,6 +136,7 @@ class KernelRows:
     count_slopes: Floats  # counts for each further layer
     segments: tuple[str, ...]
     host: Mapping[str, tuple[float, float]]  # host seconds of each segment: at `layers`, and per further layer
+    alone: Mapping[str, tuple[float, float]]  # those in which the card has nothing to do, likewise, beside `host`
     kernels: KernelSeconds
     tabled: TabledRows
     sums: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
@@ -175,10 +177,14 @@ class KernelRows:
             share = mine / max(1, sum(n for k, n in low.counts.items() if low.segment(k) == plain))
             seconds, deeper = low.host_seconds(plain, costs) * share, high.host_seconds(plain, costs) * share
             host[name] = (seconds, (deeper - seconds) / step)
+        alone = {}
+        for name in {name.removesuffix(REPEATED) for name in segments}:
+            seconds, deeper = low.alone_seconds(name, costs), high.alone_seconds(name, costs)
+            alone[name] = (seconds, (deeper - seconds) / step)
         return cls(
             layers=layers[0], exponents=basis.exponents, flop_s=basis.rows(flops), move_s=basis.rows(moves),
             counts=basis.rows(counts), count_slopes=basis.rows(slopes), segments=tuple(segments),
-            host=host, kernels=kernels, tabled=TabledRows.of(numbers, sorts, told, basis),
+            host=host, alone=alone, kernels=kernels, tabled=TabledRows.of(numbers, sorts, told, basis),
         )  # fmt: skip
 
     @property
@@ -236,7 +242,7 @@ class KernelRows:
 
         `decode` is the sum over `decode_steps` steps.
         """
-        names = dict.fromkeys((*self.segments, *self.sums, *self.host))
+        names = dict.fromkeys((*self.segments, *self.sums, *self.host, *self.alone))
 
         def at(step: Floats) -> Floats:
             return np.concatenate([values, step[:, None]], axis=1)
@@ -276,4 +282,6 @@ class KernelRows:
         each[:, varying] *= x @ counts[varying][:, used].T
         often = np.where(np.isin(np.arange(len(counts)), varying), 1.0, counts[:, one])
         host, host_slope = self.host.get(name, (0.0, 0.0))
-        return np.asarray(np.maximum(each @ often + x @ added[used], host + further * host_slope))
+        alone, alone_slope = self.alone.get(name, (0.0, 0.0))
+        busy = np.maximum(each @ often + x @ added[used], host + further * host_slope)
+        return np.asarray(busy + alone + further * alone_slope)

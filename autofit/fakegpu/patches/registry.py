@@ -37,6 +37,7 @@ from autofit.fakegpu.patches import (
     same_calls,
     tensors,
     vllm,
+    walks,
 )
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
 from autofit.fakegpu.patches.operators import in_larger_storage, in_parts, kernels_of_cuda, own_kernels
@@ -239,6 +240,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
         *tensors.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *operators.other_kernels(gpu), *operators.other_ways(gpu.note), *operators.factories(),
         *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu), *libraries.unmarked(),
+        *walks.walks(gpu),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason)
 

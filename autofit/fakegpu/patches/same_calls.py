@@ -25,6 +25,7 @@ from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import Allocation
+from autofit.fakegpu.own_work import own_work
 from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.rates.kernels import Family
 
@@ -117,7 +118,8 @@ class _MicroBatch:
         self._gpu, self._trainer, self._more, self._calls = gpu, trainer, more, calls
         parts = (model, *vars(trainer).values())
         self._models = list({id(part): part for part in parts if isinstance(part, torch.nn.Module)}.values())
-        self._weights = list(model.parameters())
+        with own_work():
+            self._weights = list(model.parameters())
         self._without: list[torch.nn.Parameter] = []  # weights without a gradient at the begin
         self._states: object = None
         self._key: object = None
@@ -190,6 +192,7 @@ def _surroundings(gpu: FakeGpu) -> object:
     )  # fmt: skip
 
 
+@own_work()
 def _state(model: torch.nn.Module, shadows: Shadows) -> object:
     """What decides which code a model runs: its modules' plain values, hooks and replaced forwards, and its weights."""
     config = getattr(model, "config", None)

@@ -22,15 +22,26 @@ from autofit.fakegpu.specs import GpuSpec, HostCosts
 # instructions of the multiprocessors: these reach what the same number of multiprocessors reached where it was
 # measured, or what streaming does if that is less.
 
-Pattern = Literal["streaming", "cast", "strided", "cat", "gather", "scatter", "one_block"]
+Pattern = Literal[
+    "streaming", "cast", "strided", "strided_halves", "cat", "cat_halves", "cat_whole", "tensors", "gather", "scatter",
+    "one_block",
+]  # fmt: skip
 # GB/s of one multiprocessor, learned from half of Liger-Kernel's measurements of plain torch
-# (experiments/rates/bandwidth.py, which tells the other half). Gather, scatter and loss on the H100 are of
-# experiments/gpu/kernel_times.py: rows of 4 KiB, and 4,096 targets.
-# `one_block` is the loss of targets, 8 bytes each, that one block works off: the time of waiting for memory.
+# (experiments/rates/bandwidth.py, which tells the other half). On the H100 these are of experiments/gpu: gather,
+# scatter and loss (rows of 4 KiB, and 4,096 targets); `..._halves`, elements of two bytes whose addresses are worked
+# out one by one (370 billion a second, the other operand in the cache); the concatenation of whole tensors; and
+# `tensors`, lists of them (fused AdamW, the scaling and the norm of gradients). `one_block` is the loss of targets, 8
+# bytes each, that one block works off: the time of waiting for memory.
 PER_MULTIPROCESSOR: Mapping[str, dict[Pattern, float]] = {
-    "a100_sxm": {"cast": 13.8, "strided": 7.0, "cat": 16.0, "gather": 5.8, "scatter": 3.7, "one_block": 0.16},
-    "h100_sxm": {"cast": 15.1, "strided": 14.4, "cat": 14.7, "gather": 21.0, "scatter": 6.5, "one_block": 2.05},
-}
+    "a100_sxm": {
+        "cast": 13.8, "strided": 7.0, "strided_halves": 7.0, "cat": 16.0, "cat_halves": 16.0, "cat_whole": 16.0,
+        "tensors": 16.6, "gather": 5.8, "scatter": 3.7, "one_block": 0.16,
+    },
+    "h100_sxm": {
+        "cast": 15.1, "strided": 14.4, "strided_halves": 11.1, "cat": 14.7, "cat_halves": 6.9, "cat_whole": 19.9,
+        "tensors": 16.6, "gather": 21.0, "scatter": 6.5, "one_block": 2.05,
+    },
+}  # fmt: skip
 _MEASURED = {"a100_sxm": "a100_sxm"}  # all newer cards: h100_sxm
 
 
