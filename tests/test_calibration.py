@@ -96,3 +96,11 @@ def test_a_correction_of_an_older_version_which_may_have_multiplied_is_not_read(
     path = calibration.costs_path().with_name("l4.json")
     save_host_costs(HostCosts(gpu_slowdown=75.8), path, source="fitted to a probe on NVIDIA L4")
     assert calibration.host_costs("sim:l4") == (None, calibration.PUBLISHED)
+
+
+def test_the_host_is_measured_for_one_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = HostCosts(launch_s=50e-6)
+    monkeypatch.setattr("autofit.fakegpu.calibrate.measure_host_costs", lambda: slow)
+    assert calibration.measure_for("l4") == 0
+    assert calibration.host_costs("sim:l4")[0] == slow
+    assert calibration.host_costs("sim:h100") == (None, calibration.PUBLISHED)

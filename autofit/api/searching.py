@@ -58,6 +58,8 @@ from autofit.tuning.storage import database_of, mlflow_follows, use_storage
 from autofit.tuning.study import driving, open_storage, trials_of
 from autofit.units import format_seconds
 
+_HOST_COSTS_S = 30.0  # the most; it takes about a second
+
 
 def search(
     recipe: Given | None = None, *,
@@ -319,6 +321,8 @@ class _Run:
         if device is None:
             return None
         began = time.monotonic()
+        if plan.device == "cuda" and plan.executor.kind == "local" and calibration.found_path(device) is None:
+            self._measure_host(device, scratch)
         forecaster = self._forecaster(device, worst_case_path(scratch), scratch)
         try:
             forecast = forecaster.forecast(plan.space, limit_bytes=plan.limit_bytes)
@@ -344,6 +348,13 @@ class _Run:
         for problem, count in forecast.problems.items():
             self._note(f"nothing is ruled out for {count} of them: {problem}", label="predicted")
         return forecast
+
+    def _measure_host(self, device: str, scratch: Path) -> None:
+        """Measure this host for the clock of its card's simulated twin; where that fails, the published costs stay."""
+        self._server.call({
+            "entry": "autofit.hardware.calibration:measure_for", "argument": device.removeprefix("sim:"),
+            "cwd": str(Path.cwd()), "env": {}, "log": str(scratch / "host_costs.log"), "deadline_s": _HOST_COSTS_S,
+        })  # fmt: skip
 
     def _keep_relaxed(self, planned: Planned, study: optuna.Study) -> None:
         """Keep with the study what a lower tier offers, where one is clearly faster."""

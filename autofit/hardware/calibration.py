@@ -75,13 +75,23 @@ def fingerprint(device: Device) -> str:
     return "" if path is None else path.read_text()
 
 
-def measure() -> "HostCosts":
-    """This host's costs, measured on the CPU in about a second, and stored. Imports torch."""
+def measure(name: str = _HOST) -> "HostCosts":
+    """This host's costs, measured on the CPU in about a second, and stored, for the card `name` or any. Imports torch.
+
+    The same program took two hosts of H100s 11 and 22 us a kernel (experiments/gpu), so that no published figure can
+    be right for both.
+    """
     from autofit.fakegpu.calibrate import measure_host_costs, save_host_costs
 
     costs = measure_host_costs()
-    save_host_costs(costs, costs_path(), source="measured on this host's CPU")
+    save_host_costs(costs, costs_path(name), source="measured on this host's CPU")
     return costs
+
+
+def measure_for(name: str) -> int:
+    """In a child of the fork server: `measure` for the card `name`."""
+    measure(name)
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
