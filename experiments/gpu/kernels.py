@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.folder import Row
 
-_LISTED = 12
+_LISTED = 30
 _NAME = 100  # characters: those of templates have thousands
 
 
