@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from architectures import ROLLOUTS, random_config, write_model
 from recipes import grpo_recipe
+from transformers import Qwen3Config
 
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.specs import gpu_spec
@@ -19,6 +20,7 @@ from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.forecast.models import Made, Workshop
 from autofit.forecast.structures import without
+from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
 
@@ -212,3 +214,28 @@ def test_a_phase_that_only_one_setting_brings_changes_with_what_the_others_hold(
         found = {name: peak[0] for name, peak in added.items()}
         assert found == {"load": 4.0, "update+": 3.0, "rollout": 3.5, "wakes": 6.5}
         assert multiplied["wakes"][0] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "chosen"),
+    [
+        (1024, 2048, (3, 4)),  # two samples have as many tokens as the model has features
+        (1024, 2304, (2, 3)),
+        (1000, 2048, (2, 3)),
+    ],
+)
+def test_samples_of_a_trace_have_tokens_that_are_no_size_of_the_model(
+    tokens: int, hidden: int, chosen: tuple[int, int]
+) -> None:
+    """With 2,048 tokens before 2,048 features the products were forecast 3.7 times too fast, and the update 19 %."""
+    config = Qwen3Config(
+        hidden_size=hidden, intermediate_size=6144, num_hidden_layers=4, num_attention_heads=hidden // 128,
+        num_key_value_heads=8, head_dim=128, vocab_size=4000,
+    )  # fmt: skip
+    structure = worker.Structure(
+        trainer="sft", keys=BatchKeys(micro_batch="b", accumulation="a"), tile_tokens=4096, values={}, device="sim:l4",
+        worst_case="", large=False, reused=False, varies_rank=False, ranges={}, hold_out={},
+    )  # fmt: skip
+    vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens})
+    base = structure._base().micro_batch
+    assert (base, structure._wider(base)) == chosen

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -386,7 +386,11 @@ class Structure:
         return KernelSeconds(gpu_spec(self.device.removeprefix("sim:")), costs)
 
     def _wider(self, micro: int) -> int:
-        return micro + (4 if self._generates else 2 if micro > 2 else 1)
+        if self._generates:
+            return micro + 4
+        more = micro + 2
+        within = self.large or self.tile_tokens is None or more * self._sample_tokens <= self.tile_tokens
+        return more if micro > 2 and within else micro + 1
 
     def _base(self) -> Point:
         """A point whose numbers are hardly the size of anything else, so that each is seen in the shapes."""
@@ -400,11 +404,29 @@ class Structure:
 
     @property
     def _fewest_samples(self) -> int:
-        """Three samples, or as few as the tile of the loss asks for."""
+        """As many as mostly, or others whose tokens are no size of a weight.
+
+        The product of 2,048 tokens and that of a weight with 2,048 rows would be one kind of kernel.
+        """
+        usual, others = self._usual_samples
+        taken, rows = _sizes(self._config), 2 if self.trainer in ("dpo", "reward") else 1  # a pair has two
+
+        def coincidences(micro: int) -> int:
+            tokens = [samples * self._sample_tokens for samples in (micro, self._wider(micro))]
+            return sum(rows * each in taken for each in tokens)
+
+        by_order = sorted(others, key=lambda micro: (micro != usual, abs(micro - usual)))
+        return min([usual, *by_order], key=coincidences)
+
+    @property
+    def _usual_samples(self) -> tuple[int, range]:
+        """(as many as there are mostly, others that the tile of the loss allows)."""
         if self.tile_tokens is None:
-            return 3
+            return 3, range(2, 8)
         within = self.tile_tokens // self._sample_tokens
-        return max(3, within + 1) if self.large else max(1, min(3, within // 2))
+        if self.large:
+            return max(3, within + 1), range(max(3, within + 1), within + 8)
+        return max(1, min(3, within // 2)), range(1, max(2, within))
 
     @property
     def _generates(self) -> bool:
@@ -458,3 +480,13 @@ class Structure:
         update_s = float((told.step_s - told.before_update_s)[0])
         seconds_frac = update_s / seen.update_s - 1 if seen.update_s else 0.0
         return Mismatch(bytes_frac=bytes_frac, seconds_frac=seconds_frac), evaluated
+
+
+def _sizes(config: Any) -> set[int]:
+    """The sizes of a text model's weights: those of its layers, and what its config says."""
+    found = {value for value in vars(config).values() if isinstance(value, int)}
+    with contextlib.suppress(NotRepeatingError):  # a model that cannot be built by itself
+        for layer in set(layer_prints(config)):
+            for *_, shapes in cast("Sequence[tuple[Any, ...]]", layer):
+                found.update(size for _, shape in shapes for size in shape)
+    return found
