@@ -100,6 +100,7 @@ class OperationLog(Protocol):
     """A listener of the clock: every operation on the GPU, the decode steps of a rollout, and its engine."""
 
     aside: bool  # whether the kernel to come is a copy that overlaps with the others
+    of_step: bool  # whether what comes is a whole step's, though it comes with the last micro-batch
 
     def view(self) -> None: ...
 

@@ -199,6 +199,7 @@ class _Marks(Report):
         self._samples_each_step = chunk <= accumulation
         self._accumulation = accumulation
         self.log = KernelLog()
+        self.log.phase_of_step = OPTIMIZER
         self.marks: list[Mark] = []
         gpu.clock.log = self.log
         self.at = LOAD

@@ -159,7 +159,7 @@ def test_skipped_decode_steps_have_the_parts_of_the_last_traced_one() -> None:
 class Bytes:
     """A listener of the clock that adds up the bytes of each operator."""
 
-    aside = False
+    aside = of_step = False
 
     def __init__(self) -> None:
         self.moved: dict[str, int] = {}

@@ -130,8 +130,9 @@ class KernelLog:
 
     def __init__(self) -> None:
         self.on = False
-        self.aside = False
+        self.aside = self.of_step = False
         self.phase = "load"
+        self.phase_of_step = ""  # what the host does alone for a whole step counts there; "": in the phase it comes in
         self._decoding = False
         self._steps: list[dict[Kind, int]] = []
         self._step_hosts: list[list[float]] = []
@@ -178,7 +179,9 @@ class KernelLog:
             self._host()[_VIEWS] += 1
 
     def host_work(self, launches: float, *, alone: bool) -> None:
-        if self.on:
+        if self.on and alone and self.of_step and self.phase_of_step:
+            self._hosts.setdefault(self.phase_of_step, list(HostCounts()))[_ALONE] += launches
+        elif self.on:
             self._host()[_ALONE if alone else Launch.PLAIN] += launches
 
     def kernel(

@@ -30,7 +30,8 @@ def walks(gpu: FakeGpu) -> Iterable[Target]:
         return found if memo is not None or _is_free(gpu) else _counted(gpu, found)
 
     def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-        if inside[0] or _is_free(gpu):
+        # A mode that changes does so around a rollout or an evaluation, of which it is a thousandth.
+        if inside[0] or self.training != mode or _is_free(gpu):
             return trained(self, mode)
         inside[0] = True
         try:
@@ -40,7 +41,22 @@ def walks(gpu: FakeGpu) -> Iterable[Target]:
             modules = [module for _, module in named(self, set())]
             charge_modules(gpu.clock, gpu.layers, TRAIN, modules)
 
-    return [(torch.nn.Module, "named_modules", named_modules, why), (torch.nn.Module, "train", train, why)]
+    clips = untouched(cast("Callable[..., object]", torch.nn.utils.clip_grad_norm_))
+
+    def clip(*args: object, **kwargs: object) -> object:
+        log = gpu.clock.log
+        if log is None:
+            return clips(*args, **kwargs)
+        log.of_step = True
+        try:
+            return clips(*args, **kwargs)
+        finally:
+            log.of_step = False
+
+    return [
+        (torch.nn.Module, "named_modules", named_modules, why), (torch.nn.Module, "train", train, why),
+        (torch.nn.utils, "clip_grad_norm_", clip, "what it takes the host is a step's, not a micro-batch's"),
+    ]  # fmt: skip
 
 
 def _is_free(gpu: FakeGpu) -> bool:
