@@ -410,11 +410,11 @@ class Structure:
         The product of 2,048 tokens and that of a weight with 2,048 rows would be one kind of kernel.
         """
         usual, others = self._usual_samples
-        taken, rows = _sizes(self._config), 2 if self.trainer in ("dpo", "reward") else 1  # a pair has two
+        taken = _sizes(self._config)
 
         def coincidences(micro: int) -> int:
             tokens = [samples * self._sample_tokens for samples in (micro, self._wider(micro))]
-            return sum(rows * each in taken for each in tokens)
+            return sum((each in taken) + (2 * each in taken) for each in tokens)  # a pair has two rows of them
 
         by_order = sorted(others, key=lambda micro: (micro != usual, abs(micro - usual)))
         return min([usual, *by_order], key=coincidences)

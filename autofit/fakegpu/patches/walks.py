@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
@@ -21,7 +22,7 @@ def walks(gpu: FakeGpu) -> Iterable[Target]:
     why = "the host's time for going over a model's modules"
     named = untouched(cast("Callable[..., Iterator[Pair]]", torch.nn.Module.named_modules))
     trained = untouched(cast("Callable[..., torch.nn.Module]", torch.nn.Module.train))
-    inside = [False]
+    inside, before = [False], weakref.WeakSet[torch.nn.Module]()  # that have been trained
 
     def named_modules(
         self: torch.nn.Module, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -30,16 +31,19 @@ def walks(gpu: FakeGpu) -> Iterable[Target]:
         return found if memo is not None or _is_free(gpu) else _counted(gpu, found)
 
     def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-        # A mode that changes does so around a rollout or an evaluation, of which it is a thousandth.
-        if inside[0] or self.training != mode or _is_free(gpu):
+        if inside[0]:
             return trained(self, mode)
+        # A mode that changes later does so around a rollout or an evaluation, of which it is a thousandth.
+        free = _is_free(gpu) or (self.training != mode and (not mode or self in before))
+        if mode:
+            before.add(self)
         inside[0] = True
         try:
             return trained(self, mode)
         finally:
             inside[0] = False
-            modules = [module for _, module in named(self, set())]
-            charge_modules(gpu.clock, gpu.layers, TRAIN, modules)
+            if not free:
+                charge_modules(gpu.clock, gpu.layers, TRAIN, [module for _, module in named(self, set())])
 
     clips = untouched(cast("Callable[..., object]", torch.nn.utils.clip_grad_norm_))
 
