@@ -373,8 +373,8 @@ class HostCosts:
     `recorded_launch_s` is one whose gradient is recorded, and `backward_launch_s` one that autograd launches, with its
     share of nodes that launch none. Hosts differ: the same program took two hosts of H100s 11 and 22 us a kernel
     (experiments/gpu, 2026-11-27), so `autofit doctor --calibrate`, and a search on a card, measure the one at hand. The
-    defaults are 18.3 us each, as three LoRA trainings of PEFT on an L40S are told within 12 % with them (experiments/
-    accuracy) and most other rows that were measured elsewhere are of such hosts.
+    defaults are 18.3 us each, as three LoRA trainings of PEFT on an L40S were told within 12 % with them (2026-11-26,
+    experiments/accuracy), and most other rows that were measured elsewhere are of such hosts.
     `view_s` is what `autofit doctor --calibrate` measures on servers, 1 to 2 us.
     """
 

@@ -9,13 +9,13 @@ H100 17 to 20 ms of each micro-batch and 10 to 20 ms of each step of Qwen3-1.7B 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerRecorder
+from autofit.fakegpu.kernels import tensors
 
 aten = torch.ops.aten
 
@@ -38,14 +38,13 @@ def charge_modules(
     clock: Clock, layers: LayerRecorder | None, launches: float, modules: Sequence[torch.nn.Module]
 ) -> None:
     """Charge the host for going over modules, so many launches each. Inside of a layer they are that layer's alone."""
-    inside = layers is None or layers.code()
-    deep = len(modules) if inside else sum(map(cast("LayerRecorder", layers).growth_of_module, modules))
+    deep = len(modules) if layers is None or layers.code() else sum(map(layers.growth_of_module, modules))
     _charge(clock, launches, len(modules), deep)
 
 
-def charge_tensors(clock: Clock, layers: LayerRecorder | None, launches: float, tensors: object) -> None:
+def charge_tensors(clock: Clock, layers: LayerRecorder | None, launches: float, several: object) -> None:
     """Charge the host for going over a list of tensors, so many launches each."""
-    found = [tensor for tensor in cast("Sequence[object]", tensors) if isinstance(tensor, torch.Tensor)]
+    found = list(tensors(several))
     deep = len(found) if layers is None else sum(layers.growth_of(layers.of(tensor)) for tensor in found)
     _charge(clock, launches, len(found), deep)
 

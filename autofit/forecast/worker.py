@@ -409,24 +409,24 @@ class Structure:
 
         The product of 2,048 tokens and that of a weight with 2,048 rows would be one kind of kernel.
         """
-        usual, others = self._usual_samples
+        usual, allowed = self._usual_samples
         taken = _sizes(self._config)
 
         def coincidences(micro: int) -> int:
             tokens = [samples * self._sample_tokens for samples in (micro, self._wider(micro))]
             return sum((each in taken) + (2 * each in taken) for each in tokens)  # a pair has two rows of them
 
-        by_order = sorted(others, key=lambda micro: (micro != usual, abs(micro - usual)))
-        return min([usual, *by_order], key=coincidences)
+        return min(sorted(allowed, key=lambda micro: abs(micro - usual)), key=coincidences)
 
     @property
     def _usual_samples(self) -> tuple[int, range]:
-        """(as many as there are mostly, others that the tile of the loss allows)."""
+        """(as many as there are mostly, all that the tile of the loss allows)."""
         if self.tile_tokens is None:
             return 3, range(2, 8)
         within = self.tile_tokens // self._sample_tokens
         if self.large:
-            return max(3, within + 1), range(max(3, within + 1), within + 8)
+            least = max(3, within + 1)
+            return least, range(least, within + 8)
         return max(1, min(3, within // 2)), range(1, max(2, within))
 
     @property

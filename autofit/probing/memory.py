@@ -266,6 +266,11 @@ def _start_cublas() -> None:
     warm = torch.ones(64, 64, device="cuda")
     (warm @ warm).sum().item()
     del warm
+    empty_allocator()
+
+
+def empty_allocator() -> None:
+    """Give back what torch's allocator holds for later, as a process that starts anew finds it."""
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 

@@ -1,6 +1,5 @@
 """One configuration on the device itself, in a child: load, a step that warms up, the measured steps. No checkpoint."""
 
-import os
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from autofit.probing.phases import PhaseRecorder, StepClock
 from autofit.probing.result import ProbeRequest
 from autofit.probing.worker import rank_of
 from autofit.recipe.launch import split
+from autofit.recipe.secrets import into_environment
 from gpu.folder import Row
 from gpu.kernels import Kernels
 from gpu.readings import reading
@@ -34,9 +34,7 @@ def run_profiled(request_path: str) -> int:
 
 def _run(request_path: str, *, profiles: bool) -> int:
     request = ProbeRequest.read(Path(request_path))
-    env = request.values.get("env")
-    if isinstance(env, dict):  # before CUDA starts: torch's allocator reads its settings once
-        os.environ.update({str(key): str(value) for key, value in env.items()})
+    into_environment(request.values)
     row: Row = {"status": "failed", "reason": "", "limit_bytes": request.limit_bytes}
     recorders: list[PhaseRecorder] = []
     try:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from ranks.foundry import SHAPES, Block, Model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+from autofit.hardware.nvml import card_state
 from gpu.folder import append
 from gpu.kernels import Kernels
 
@@ -45,7 +47,7 @@ class _Watch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.states: list[list[float]] = []
+        self.states: list[list[Any]] = []  # when, and a CardState
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -54,11 +56,7 @@ class _Watch(threading.Thread):
         nvml.nvmlInit()
         card = nvml.nvmlDeviceGetHandleByIndex(0)
         while not self.ended.wait(1):
-            self.states.append([
-                time.monotonic(), nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM),
-                nvml.nvmlDeviceGetPowerUsage(card) / 1000, nvml.nvmlDeviceGetTemperature(card, 0),
-                nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
-            ])  # fmt: skip
+            self.states.append([time.monotonic(), *astuple(card_state(nvml, card))])
 
 
 def trained(

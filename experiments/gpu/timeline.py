@@ -29,8 +29,10 @@ def traced(request_path: str) -> int:
     from autofit.plugin.registry import load
     from autofit.probing.result import ProbeRequest
     from autofit.recipe.launch import split
+    from autofit.recipe.secrets import into_environment
 
     request = ProbeRequest.read(Path(request_path))
+    into_environment(request.values)
     task = Task(device=request.device, output=request.folder / "out", steps=_STEPS,
                 worst_case=WorstCase(path=request.worst_case))  # fmt: skip
     run = load(request.trainer).build(split(request.values)[1], task)
