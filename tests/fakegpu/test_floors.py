@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
         "patches.flex", "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
-    ("patches.distributed", "patches.libraries", "patches.low_bit"),
+    ("patches.distributed", "patches.libraries", "patches.low_bit", "patches.low_bit_host"),
     ("patches.registry",),
     ("device",),
     ("",),

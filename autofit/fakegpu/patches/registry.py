@@ -31,6 +31,7 @@ from autofit.fakegpu.patches import (
     flex,
     libraries,
     low_bit,
+    low_bit_host,
     operators,
     recurrent,
     rollout,
@@ -295,7 +296,9 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.integrations.bitsandbytes": low_bit.transformers_quantising,
     "bitsandbytes.nn.modules": low_bit.bitsandbytes_modules,
     "bitsandbytes.functional": low_bit.bitsandbytes_functional,
-    "bitsandbytes.optim.optimizer": low_bit.paged_states,
+    "bitsandbytes.optim.optimizer": _both(low_bit.paged_states, low_bit_host.updates),
+    "bitsandbytes.autograd._functions": low_bit_host.gradients,
+    "bitsandbytes": low_bit_host.products,
 }
 
 
