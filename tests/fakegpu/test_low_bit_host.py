@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -34,12 +35,16 @@ class Worked:
         return self.launches - before
 
 
-def four(*, nested: bool) -> torch.nn.Module:
-    return bnb.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4", compress_statistics=nested)
+layers: Any = bnb.nn
+optimizers: Any = bnb.optim
 
 
-def eight() -> torch.nn.Module:
-    return bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
+def four(*, nested: bool) -> Any:
+    return layers.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4", compress_statistics=nested)
+
+
+def eight() -> Any:
+    return layers.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +54,12 @@ def eight() -> torch.nn.Module:
     ],
     ids=["4 bits", "4 bits, double", "8 bits"],
 )  # fmt: skip
-def test_a_product_takes_the_host_what_was_measured(make: Callable[[], torch.nn.Module], cost: Product) -> None:
+def test_a_product_takes_the_host_what_was_measured(make: Callable[[], Any], cost: Product) -> None:
     with fake_gpu("h100") as gpu:
         layer = make().to("cuda").requires_grad_(False)
         x = torch.zeros(128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         layer(x)  # the first call of one of 8 bits arranges its weight
-        worked, out = Worked(gpu), []
+        worked, out = Worked(gpu), list[torch.Tensor]()
         with torch.no_grad():
             assert worked.during(lambda: layer(x)) == pytest.approx(cost.forward)
         assert worked.during(lambda: out.append(layer(x))) == pytest.approx(cost.recorded)
@@ -67,6 +72,6 @@ def test_an_update_takes_it_for_each_tensor_by_the_bits_of_its_states(size: int,
         weights = [torch.nn.Parameter(torch.zeros(size, device="cuda")) for _ in range(5)]
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
-        optimizer = bnb.optim.AdamW8bit(weights)
+        optimizer = optimizers.AdamW8bit(weights)
         optimizer.step()
         assert Worked(gpu).during(optimizer.step) == pytest.approx(5 * UPDATE[is_low])
