@@ -101,6 +101,8 @@ def test_a_correction_of_an_older_version_which_may_have_multiplied_is_not_read(
 def test_the_host_is_measured_for_one_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = HostCosts(launch_s=50e-6)
     monkeypatch.setattr("autofit.fakegpu.calibrate.measure_host_costs", lambda: slow)
+    assert calibration.launch_s("sim:l4") is None
     assert calibration.measure_for("l4") == 0
+    assert calibration.launch_s("sim:l4") == pytest.approx(slow.launch_s)
     assert calibration.host_costs("sim:l4")[0] == slow
     assert calibration.host_costs("sim:h100") == (None, calibration.PUBLISHED)

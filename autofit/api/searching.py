@@ -355,6 +355,10 @@ class _Run:
             "entry": "autofit.hardware.calibration:measure_for", "argument": device.removeprefix("sim:"),
             "cwd": str(Path.cwd()), "env": {}, "log": str(scratch / "host_costs.log"), "deadline_s": _HOST_COSTS_S,
         })  # fmt: skip
+        seconds = calibration.launch_s(device)
+        if seconds is not None:
+            self._note(f"a kernel's launch takes this host {seconds * 1e6:.1f} us, measured once for this card",
+                       label="predicted")  # fmt: skip
 
     def _keep_relaxed(self, planned: Planned, study: optuna.Study) -> None:
         """Keep with the study what a lower tier offers, where one is clearly faster."""

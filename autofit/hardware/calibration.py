@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from autofit.files import cache_folder
+from autofit.files import cache_folder, read_json
 from autofit.hardware.hardware import Device
 
 if TYPE_CHECKING:
@@ -73,6 +73,14 @@ def fingerprint(device: Device) -> str:
     """The content of the costs file for a simulated `device`; "" without one."""
     path = found_path(device)
     return "" if path is None else path.read_text()
+
+
+def launch_s(device: Device) -> float | None:
+    """Host seconds of a kernel's launch in the costs file for a simulated `device`. None without one. No torch."""
+    record = read_json(path) if (path := found_path(device)) is not None else None
+    costs = (record or {}).get("host_costs")
+    seconds = costs.get("launch_s") if isinstance(costs, dict) else None
+    return seconds if isinstance(seconds, float) else None
 
 
 def measure(name: str = _HOST) -> "HostCosts":

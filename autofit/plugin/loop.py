@@ -5,7 +5,6 @@ is the trainer: the keys of its recipe (a dataclass), its longest sample, and ho
 walks through an example. Imports torch.
 """
 
-import os
 import random
 import shutil
 from abc import ABC, abstractmethod
@@ -23,6 +22,7 @@ from autofit.files import write_json
 from autofit.plugin.fields import accepts, readable
 from autofit.plugin.protocol import Facts, Inspection, Report, SampleFacts, Task, WorstCase, own_checkpoints
 from autofit.recipe.keys import BatchKeys, Tier, divisors
+from autofit.recipe.secrets import into_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ class LoopTrainer(ABC):
         wrong += [f"{key} must be 1 or more; got {given[str(key)]!r}" for key in low]
         if wrong:
             raise ConfigError("; ".join(wrong))
-        os.environ.update({str(key): str(value) for key, value in env.items()})
+        into_environment(values)
         return self.settings(**given)
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
