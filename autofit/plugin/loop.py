@@ -203,7 +203,7 @@ class LoopRun:
         }  # fmt: skip
         torch.save(content, partial / _STATE)
         shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
+        partial.replace(final)
 
     def _resume(self, checkpoint: Path) -> int:
         """Continue from `checkpoint`; the optimizer steps that it has finished."""
