@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from autofit.files import read_json, write_json
 from autofit.forecast.evaluation import Evaluated
 from autofit.forecast.structures import Structure, variables
 from autofit.hardware import calibration
+from autofit.hardware.hardware import host_memory_bytes, threads_of_each
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.kept import by_content, code_hash
 from autofit.recipe.keys import BatchKeys
@@ -21,6 +23,8 @@ from autofit.recipe.keys import BatchKeys
 EXACT_SHARE = 1e-4  # a model with a larger hold-out error (relative) rules out no candidate
 SECONDS_SHARE = 0.05  # the same of the seconds of an update
 _DEADLINE_S = 300.0
+_MOST_PROCESSES = 3  # that trace one structure, of five to eight traces
+_PROCESS_BYTES = 2 << 30  # memory of the machine for each of them
 _UNREAD = ("output_dir", "run_name", "logging_dir", "seed", "learning_rate", "max_steps", "num_train_epochs")
 
 Request = Mapping[str, object]
@@ -69,9 +73,12 @@ class Workshop:
         After a Ctrl-C the running traces stop too.
         """
         self.scratch.mkdir(parents=True, exist_ok=True)
+        requests = [*whole.values(), *sketches.values()]
+        at_once = max(1, min(self.workers, len(requests)))
+        made_by = partial(self._made, processes=_processes(at_once))
         with ThreadPoolExecutor(self.workers) as pool:
             try:
-                made = list(pool.map(self._made, [*whole.values(), *sketches.values()]))
+                made = list(pool.map(made_by, requests))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._cancel.touch()
@@ -82,14 +89,15 @@ class Workshop:
     def _cancel(self) -> Path:
         return self.scratch / "cancel"
 
-    def _made(self, request: Request) -> Made:
+    def _made(self, request: Request, *, processes: int) -> Made:
         name = _key(request, self.worst_case)
         kept = self.kept / name
         found = _read(kept)
         if found is None:
             folder = self.scratch / name
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "request.json", {**request, "answer": str(folder / "model.json")})
+            told = {"answer": str(folder / "model.json"), "processes": processes}
+            write_json(folder / "request.json", {**request, **told})
             try:
                 self.server.call(
                     {
@@ -105,6 +113,11 @@ class Workshop:
                 return Made(reason=_reason(folder), crashed="error" in (read_json(folder / "model.json") or {}))
             _keep(folder, kept)
         return found
+
+
+def _processes(at_once: int) -> int:
+    """Processes for each of so many structures that are traced at once, by the machine's cores and memory."""
+    return max(1, min(_MOST_PROCESSES, threads_of_each(at_once), host_memory_bytes() // _PROCESS_BYTES // at_once))
 
 
 def _read(folder: Path) -> Made | None:

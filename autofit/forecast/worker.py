@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, read_json, write_json
+from autofit.forecast.apart import Job, results
 from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.structures import LATER, Shape
 from autofit.hardware.calibration import host_costs
@@ -279,9 +280,9 @@ def run(request_path: str) -> int:
         traceback.print_exc()
         write_json(answer, {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
         return 0
-    partial = answer.with_suffix(f".{os.getpid()}.npz")
-    model.save(partial)
-    os.replace(partial, answer.with_suffix(".npz"))
+    partly = answer.with_suffix(f".{os.getpid()}.npz")
+    model.save(partly)
+    os.replace(partly, answer.with_suffix(".npz"))
     told = {"mismatch": mismatch.bytes_frac, "seconds_mismatch": mismatch.seconds_frac,
             "evaluated": None if evaluated is None else evaluated.to_json()}  # fmt: skip
     write_json(answer, {**told, "layers": structure.recording.layers})
@@ -305,6 +306,7 @@ class Structure:
     evaluated_group: int = 1  # completions of one prompt in an evaluation
     ranges: Mapping[str, tuple[float, float]]
     hold_out: Mapping[str, int]
+    processes: int = 1  # that trace it
     sketch: bool = False  # True: `hold_out` has the completion, rank and chunk of a model of the micro-batch alone
 
     @cached_property
@@ -347,17 +349,20 @@ class Structure:
         stack, recording = self.stack, self.recording
         base = self._base()
         at, varied = self._variations(base)
-        traced = recording.trace(base, stack)
-        low, high = (
-            traced if stack is None else recording.trace(base, replace(stack, traced_units=units)) for units in DEPTHS
-        )
+        depths = [] if stack is None else [(base, replace(stack, traced_units=units)) for units in DEPTHS]
+        points = [(base, stack), *depths, *((point, stack) for *_, point, _ in varied)]
+        jobs: list[Job[Any]] = [partial(recording.trace, *point) for point in points]
+        traced, *traces, seen = results([*jobs, self._seen_at_hold_out], self.processes)
         model = MassModel.fit(
             traced,
-            [Variation(variable=n, value=v, trace=recording.trace(p, stack), instead_of=i) for n, v, p, i in varied],
-            depths=(low, high), at=at, ranges={name: self.ranges[name] for name in at}, layers=recording.layers,
-            seconds=self._seconds,
+            [
+                Variation(variable=name, value=value, trace=trace, instead_of=other)
+                for (name, value, _, other), trace in zip(varied, traces[len(depths) :], strict=True)
+            ],
+            depths=(traces[0], traces[1]) if depths else (traced, traced), at=at,
+            ranges={name: self.ranges[name] for name in at}, layers=recording.layers, seconds=self._seconds,
         )  # fmt: skip
-        return (model, *self._held_out(model))
+        return (model, *self._held_out(model, seen))
 
     def _sketched(self) -> MassModel:
         """A model of the micro-batch alone: three traces, one micro-batch a step, at the recipe's completion and rank.
@@ -371,14 +376,13 @@ class Structure:
             accumulation=1, chunk=own["chunk"],
         )  # fmt: skip
         stacks = [None if self.stack is None else replace(self.stack, traced_units=units) for units in DEPTHS]
-        low = recording.trace(base, stacks[0], evaluates=True)
-        high = low if self.stack is None else recording.trace(base, stacks[1], evaluates=True)
         wider = self._wider(micro)
-        more = recording.trace(replace(base, micro_batch=wider), stacks[0], evaluates=True)
+        points = [(base, stack) for stack in dict.fromkeys(stacks)] + [(replace(base, micro_batch=wider), stacks[0])]
+        low, *deeper, more = results([partial(recording.trace, *p, evaluates=True) for p in points], self.processes)
         ranges = {name: self.ranges[name] for name in ("B", "C") if name == "B" or self._generates}
         return MassModel.fit(
-            low, [Variation(variable="B", value=wider, trace=more)], depths=(low, high), at={"B": micro},
-            ranges=ranges, layers=recording.layers, seconds=self._seconds,
+            low, [Variation(variable="B", value=wider, trace=more)], depths=(low, deeper[0] if deeper else low),
+            at={"B": micro}, ranges=ranges, layers=recording.layers, seconds=self._seconds,
         )  # fmt: skip
 
     @property
@@ -462,13 +466,16 @@ class Structure:
             varied.append(("G", more.generated, more, "B"))
         return at, varied
 
-    def _held_out(self, model: MassModel) -> tuple[Mismatch, Evaluated | None]:
-        want, recording, stack = self.hold_out, self.recording, self.stack
+    def _seen_at_hold_out(self) -> Seen:
+        want, stack = self.hold_out, self.stack
         point = Point(
             micro_batch=want["B"], completion=want.get("C", 0), rank=want.get("r") if self.varies_rank else None,
             accumulation=want["accumulation"], chunk=want["chunk"],
         )  # fmt: skip
-        seen = recording.seen(point, None if stack is None else replace(stack, traced_units=TRACED_UNITS))
+        return self.recording.seen(point, None if stack is None else replace(stack, traced_units=TRACED_UNITS))
+
+    def _held_out(self, model: MassModel, seen: Seen) -> tuple[Mismatch, Evaluated | None]:
+        want, recording = self.hold_out, self.recording
         shape = Shape(want["B"], want["accumulation"], want["chunk"], want.get("C", 0), want.get("r", 0))
         told = Parts.of(model, recording.layers, (shape,))
         peak = seen.peaks.pop(EVALUATION, None)

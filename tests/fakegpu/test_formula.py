@@ -4,7 +4,7 @@ import gc
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from recipes import inspect
 from tiny import write_model, write_offline_recipe, write_recipe
 
 from autofit.fakegpu.formula.formula import MassModel
+from autofit.files import write_json
 from autofit.forecast.models import Made
 from autofit.forecast.worker import Point, Structure
+from autofit.probing.fork_server import ForkServer
 from autofit.trainers.keys import ROLLOUTS, SAMPLES, TILE_TOKENS
 
 pytestmark = pytest.mark.slow
@@ -64,6 +66,23 @@ def test_a_configuration_is_evaluated_as_it_would_be_traced(structure: Structure
     assert {phase: round(float(told[phase][0])) for phase in traced} == traced
 
 
+def test_a_model_that_several_processes_traced_is_that_of_one(
+    structure: Structure, model: MassModel, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    asked = {field.name: getattr(structure, field.name) for field in fields(structure)}
+    request = {**asked, "keys": asdict(structure.keys), "processes": 3, "answer": str(tmp_path / "shared.json")}
+    write_json(tmp_path / "request.json", request)
+    fork_server.call({
+        "entry": "autofit.forecast.worker:run", "argument": str(tmp_path / "request.json"), "cwd": str(Path.cwd()),
+        "log": str(tmp_path / "log"), "env": {}, "deadline_s": 300.0,
+    })  # fmt: skip
+    model.save(tmp_path / "alone.npz")
+    shared, alone = (np.load(tmp_path / f"{name}.npz", allow_pickle=True) for name in ("shared", "alone"))
+    assert set(shared) == set(alone)
+    for name in alone:
+        assert np.array_equal(shared[name], alone[name]), name
+
+
 def test_seconds_that_are_forecast_a_quarter_too_short_rule_nothing_out(
     structure: Structure, model: MassModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +92,7 @@ def test_seconds_that_are_forecast_a_quarter_too_short_rule_nothing_out(
         return {segment: 0.77 * each for segment, each in original(*args).items()}
 
     monkeypatch.setattr(MassModel, "seconds", too_short)
-    found, _ = structure._held_out(model)
+    found, _ = structure._held_out(model, structure._seen_at_hold_out())
     assert (found.bytes_frac, round(found.seconds_frac, 1)) == (0.0, -0.2)
     made = Made(model=model, mismatch=found.bytes_frac, seconds_mismatch=found.seconds_frac)
     assert re.search("forecast 2[2-5]% too short", made.problem)
