@@ -65,6 +65,7 @@ EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_
 SEARCHED = ("per_device_train_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
 DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA in bfloat16")
+THOROUGH = ("sft", "hf", "hf dpo", "rloo")  # of which another case has the objective, and one the trainer's loop
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +145,11 @@ def peaks_of_fakes(trainer: str, values: Mapping[str, object], folder: Path, dev
     return report.before_bytes, gpu.peak_requested_bytes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES]
-)
+def _marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in DEFAULT else (pytest.mark.thorough if name in THOROUGH else pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks_of(name)) for name in CASES])
 def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     trainer, changes = CASES[name]
@@ -214,7 +217,7 @@ def test_a_probe_of_a_device_evaluates_before_it_saves(
     [
         pytest.param("sft", Launch(), marks=pytest.mark.thorough),
         ("grpo", Launch()),
-        ("hf", Launch(ranks=2)),
+        pytest.param("hf", Launch(ranks=2), marks=pytest.mark.thorough),
         ("sft", Launch(ranks=2, sharding="fsdp2")),
     ],
 )
