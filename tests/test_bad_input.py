@@ -246,9 +246,7 @@ def exit_code_of(arguments: list[str]) -> int:
 
 
 def test_a_target_below_the_weights_is_refused_before_any_probe(tiny_recipe: Path) -> None:
-    done = command_line.run(
-        tiny_recipe.parent, "search", str(tiny_recipe), "--target-vram", "50KB", "--device", "cpu"
-    )
+    done = command_line.run(tiny_recipe.parent, "search", str(tiny_recipe), "--target-vram", "50KB", "--device", "cpu")
     assert done.returncode == 2
     assert "at least the model's weights" in done.stderr
     assert "Traceback" not in done.stderr

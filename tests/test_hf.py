@@ -98,7 +98,7 @@ CASES: dict[str, dict[str, object]] = {
     "GKD, the likeliest words": {"objective": "gkd", **TAUGHT, "teacher_words": 8, "bf16": True},
     "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
     "diffusion": {"objective": "diffusion", "dtype": "bfloat16", "bf16": True, "packing": True},
-    "energy-based": {"objective": "ebft", **LORA, "ebft": {"generate_max_len": 2, "stride": 16, "ce_coef": 0.1}},
+    "energy-based": {"objective": "ebft", **LORA, "ebft": {"generate_max_len": 2, "stride": 32, "ce_coef": 0.1}},
     "reranker": {"objective": "rerank", "negatives": 3, **LORA},
     "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
     "packed": {"packing": True},

@@ -55,8 +55,13 @@ def proof_of(
 
 
 @pytest.mark.parametrize(
-    "recipe", ["sft", "grpo", pytest.param("dpo", marks=pytest.mark.slow),
-               *(pytest.param(name, marks=pytest.mark.thorough) for name in ("reward", "rloo"))]
+    "recipe",
+    [
+        "sft",
+        "grpo",
+        pytest.param("dpo", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("reward", "rloo")),
+    ],
 )
 def test_two_sharded_ranks_have_the_gradient_of_one_rank(recipe: str, tiny_model: Path) -> None:
     proof = proof_of(tiny_model, {**TWO, "launch.sharding": "fsdp2"}, recipe=recipe)

@@ -74,7 +74,6 @@ class Runs:
         train_to_the_end(folder / "request.json", folder, ranks)
         return read_json(folder / "final.json")
 
-
     def begin(self, folder: Path) -> int:
         """The process of its job, a fork whose ranks are forks of it."""
         return detach(

@@ -173,8 +173,8 @@ def test_a_notebook_for_older_libraries_trains_without_its_model_and_data(
     with pytest.raises(ConfigError, match=r"data of 'somebody/questions' are not on this machine.*prompt-tokens"):
         fit_script(Script(path=path), gpu="l4")
     long = fit_script(Script(path=path, prompt_tokens=256), gpu="l4")
-    short = fit_script(Script(path=path, prompt_tokens=64), gpu="l4")
-    small = fit_script(Script(path=path, prompt_tokens=256, changes={MICRO: 4}), gpu="l4")
+    short = fit_script(Script(path=path, prompt_tokens=64, changes={ACCUMULATION: 1}), gpu="l4")
+    small = fit_script(Script(path=path, prompt_tokens=256, changes={MICRO: 4, ACCUMULATION: 1}), gpu="l4")
     assert long.arguments == {MICRO: 16, ACCUMULATION: 2, CHECKPOINTING: False}
     assert small.arguments[MICRO] == 4
     weights = sum(row.allocated_bytes for row in long.found.alive_at_peak if row.category == "weights")
