@@ -1,7 +1,7 @@
 """QLoRA as one rank of two: real gloo ranks of the CPU beside simulated ones, through the same trainer.
 
-Also the program of a rank: `four_bit_ranks.py REQUEST RANK [PORT]` prints its bytes; with a PORT it is a real one. Ranks
-of FSDP are forks of the fork server, which has the imports; DeepSpeed patches torch, so those of ZeRO are processes.
+Also the program of a rank: `four_bit_ranks.py REQUEST RANK [PORT]` prints its bytes; with a PORT it is a real one.
+Those of FSDP are forks of the fork server, which has the imports; DeepSpeed patches torch, so ZeRO's are processes.
 """
 
 import gc

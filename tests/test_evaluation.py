@@ -215,9 +215,14 @@ def test_a_probe_of_a_device_evaluates_before_it_saves(
 @pytest.mark.parametrize(
     ("trainer", "launch"),
     [
-        pytest.param("sft", Launch(), marks=pytest.mark.thorough),
-        ("grpo", Launch()),
-        pytest.param("hf", Launch(ranks=2), marks=pytest.mark.thorough),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [
+                ("sft", Launch()),
+                ("grpo", Launch()),
+                ("hf", Launch(ranks=2)),
+            ]
+        ),
         ("sft", Launch(ranks=2, sharding="fsdp2")),
     ],
 )

@@ -123,6 +123,9 @@ DEFAULT = (
 
 
 THOROUGH = (  # two settings at once, each of which another case has
+    "GKD, LoRA and the usual loss",
+    "GKD, the likeliest words",
+    "DPO, row by row",
     "full, pure bfloat16",
     "LoRA, adapters in bfloat16",
     "DPO, LoRA",

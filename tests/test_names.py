@@ -74,7 +74,8 @@ def tuned(path: Path, recipe: Recipe, changes: Mapping[str, object]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "trainer", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.thorough) for name in TRAINERS]
+    "trainer",
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.thorough) for name in TRAINERS],
 )
 def test_a_setting_means_the_same_by_either_name(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
