@@ -65,7 +65,13 @@ EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_
 SEARCHED = ("per_device_train_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
 DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA in bfloat16")
-THOROUGH = ("sft", "hf", "hf dpo", "rloo")  # of which another case has the objective, and one the trainer's loop
+THOROUGH = (
+    "sft",
+    "hf",
+    "hf dpo",
+    "dpo, LoRA",
+    "rloo",
+)  # of which another case has the objective, and one the trainer's loop
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +204,7 @@ def test_a_probe_has_the_evaluation_as_a_phase_and_its_seconds_in_no_step(
     assert (found.least_capacity_bytes or 0) > (without.least_capacity_bytes or 0) > 0
 
 
-@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+@pytest.mark.parametrize("trainer", ["sft", pytest.param("grpo", marks=pytest.mark.thorough)])
 def test_a_probe_of_a_device_evaluates_before_it_saves(
     trainer: str, tmp_path: Path, small_model: Path, fork_server: ForkServer
 ) -> None:

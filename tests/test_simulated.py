@@ -66,7 +66,7 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
 
 @pytest.mark.parametrize(
     ("trainer", "changes", "models"),
-    [("sft", {}, 1), pytest.param("dpo", {}, 1, marks=pytest.mark.thorough),
+    [*(pytest.param(name, {}, 1, marks=pytest.mark.thorough) for name in ("sft", "dpo")),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("dpo", {"use_peft": False}, 2), ("reward", {"load_in_4bit": True}, 1),
         ("dpo", {"use_peft": False, "precompute_ref_log_probs": True}, 1)])],

@@ -912,7 +912,11 @@ def test_other_settings_of_verl_run_too(changes: dict[str, object], model: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["fsdp1, plain", "fsdp1, LoRA", "fsdp2, LoRA", "fsdp1, critic, Ulysses 2"])
+@pytest.mark.parametrize(
+    "title",
+    ["fsdp1, plain", "fsdp2, LoRA", "fsdp1, critic, Ulysses 2",
+     pytest.param("fsdp1, LoRA", marks=pytest.mark.thorough)],
+)  # fmt: skip
 def test_each_phase_has_the_bytes_that_verls_own_engine_had(title: str, tmp_path: Path) -> None:
     """verl's own figures were measured by the experiment, which needs a checkout of it."""
     from experiments.frontends import verl_bytes

@@ -132,7 +132,7 @@ _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok"
     ("kind", "changes", "generate"),
     [
         ("llama", {}, True),
-        ("qwen3_moe", _EXPERTS, False),
+        pytest.param("qwen3_moe", _EXPERTS, False, marks=pytest.mark.thorough),
         ("gemma3_text", {"num_hidden_layers": 20, "sliding_window": 32}, False),
     ],
 )  # fmt: skip

@@ -101,8 +101,9 @@ def same(played: Trained, traced: Trained) -> None:
     [
         (True, {"gradient_checkpointing": True}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            (False, {}), (True, {"beta": 0.05}), (True, {"num_iterations": 2}),
+            (False, {}), (True, {"num_iterations": 2}),
         ]),
+        pytest.param(True, {"beta": 0.05}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )  # fmt: skip
