@@ -64,14 +64,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
 SEARCHED = ("per_device_train_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
-DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA in bfloat16")
-THOROUGH = (
-    "sft",
-    "hf",
-    "hf dpo",
-    "dpo, LoRA",
-    "rloo",
-)  # of which another case has the objective, and one the trainer's loop
+DEFAULT = ("sft, LoRA, checkpointing", "reward", "grpo", "hf, LoRA in bfloat16")
+# of which another case has the objective, and one the trainer's loop
+THOROUGH = ("sft", "hf", "hf dpo", "dpo, LoRA", "rloo")
 
 
 @pytest.fixture(scope="module")

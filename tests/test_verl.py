@@ -820,7 +820,7 @@ def test_adapters_under_fsdp1_have_from_pairs_of_layers_the_bytes_and_seconds_of
 def test_merged_adapters_are_sent_as_whole_weights_and_the_engine_has_none(sharding: Sharding, tmp_path: Path) -> None:
     """verl's model.lora.merge, which was read by nothing: adapters were sent and served."""
     (tmp_path / "model").mkdir()
-    large = tiny.write_model(tmp_path / "model", hidden=256, layers=3)
+    large = tiny.write_model(tmp_path / "model", hidden=256, layers=2)
     changes = {"lora_rank": 4, "reference": False, "use_kl_loss": False, "load_format": "safetensors"}
     served = simulated(large, tmp_path, sharding, **changes, layered_summon=True)
     merged = simulated(large, tmp_path, sharding, **changes, lora_merge=True)
