@@ -102,7 +102,7 @@ def recipe_of(trainer: str, folder: Path, model: Path, **changes: object) -> dic
     }  # fmt: skip
     return {
         "model_name_or_path": str(model), "dataset_name": str(folder / "data"), "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "report_to": "none",
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "report_to": "none",
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "bf16": False, "seed": 1,
         **(generates if name == "grpo" else {"max_length": 128}),
         **({"lora_task_type": "SEQ_CLS"} if trainer == "reward" else {}), **changes,
