@@ -1,6 +1,7 @@
 """QLoRA as one rank of two: real gloo ranks of the CPU beside simulated ones, through the same trainer.
 
 Also the program of a rank: `four_bit_ranks.py REQUEST RANK [PORT]` prints its bytes; with a PORT it is a real one.
+Those of FSDP are forks of the fork server, which has the imports; DeepSpeed patches torch, so ZeRO's are processes.
 """
 
 import gc
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +22,7 @@ import torch
 from fakegpu.zero_rank import COLLECTIVES, on_copies
 
 from autofit.plugin.protocol import Control, Report, Task, WorstCase
-from autofit.probing.fork_server import ForkServer
+from autofit.probing.fork_server import ForkServer, call_ranks
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.supervise import free_port
 from autofit.recipe.launch import Launch, Sharding
@@ -152,9 +154,27 @@ def held(
     values = {key: value for key, value in recipe.values.items() if key != "launch"}
     asked = {"sharding": sharding, "values": values, "worst_case": str(worst_case_path(folder))}
     request.write_text(json.dumps(asked))
-    simulated = [_less_workspaces(found) for found in _run(request, folder)]
-    real = _run(request, folder, str(free_port()))
+    run = partial(_run, request, folder) if sharding.startswith("zero") else partial(_fork, server, request, folder)
+    simulated = [_less_workspaces(found) for found in run()]
+    real = run(str(free_port()))
     return list(zip(real, simulated, strict=True))
+
+
+def _fork(server: ForkServer, request: Path, folder: Path, *port: str) -> list[list[Held]]:
+    logs = [folder / f"{rank}{'-real' * len(port)}.log" for rank in range(RANKS)]  # a log is appended to
+    ranks = [
+        {"argument": json.dumps([str(request), str(rank), *port]), "log": str(log)} for rank, log in enumerate(logs)
+    ]
+    message = {"entry": "four_bit_ranks:as_fork", "cwd": str(folder), "env": {}, "ranks": ranks}
+    ended = call_ranks(server.socket_path, {**message, "deadline_s": PATIENCE_S})
+    assert ended.first is None, logs[ended.first].read_text()[-3000:]
+    return [_read(log.read_text()) for log in logs]
+
+
+def as_fork(argument: str) -> int:
+    """In a child of the fork server: `main`."""
+    main(*json.loads(argument))
+    return 0
 
 
 def _run(request: Path, folder: Path, *port: str) -> list[list[Held]]:

@@ -63,6 +63,7 @@ def measure(request_path: str) -> int:
     train again until each has a whole one.
     """
     import torch
+    from fakegpu.rank_training import collect_outside_of_the_record
     from torch.distributed import all_reduce
 
     from autofit.plugin.ranks import as_rank
@@ -86,6 +87,8 @@ def measure(request_path: str) -> int:
     rank, port = int(str(asked["rank"])), int(str(asked["port"]))
     found: RealPeak | None = None
     with as_rank(launch, rank=rank, port=port, device="cpu"):
+        if launch.sharding == "fsdp2":
+            collect_outside_of_the_record()
         train()
         for _ in range(_MOST_RECORDS):
             found = _recorded(train, rank) or found

@@ -29,7 +29,9 @@ def search_in(folder: Path, *, trials: int | None, at_once: int) -> tuple[Search
 
 
 @pytest.mark.parametrize(
-    ("trials", "at_once", "said"), [(None, 2, [1]), (None, 3, [2]), (None, 1, []), (3, 2, [])], ids=str
+    ("trials", "at_once", "said"),
+    [(None, 2, [1]), pytest.param(None, 3, [2], marks=pytest.mark.thorough), (None, 1, []), (3, 2, [])],
+    ids=str,
 )
 def test_processors_are_to_spare_once_the_winner_is_found_and_a_slot_is_free(
     tmp_path: Path, trials: int | None, at_once: int, said: list[int]

@@ -10,6 +10,7 @@ from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any, cast
 
+import command_line
 import lawful
 import pytest
 import yaml
@@ -277,10 +278,9 @@ def test_a_file_a_mapping_and_trls_objects_are_one_study_in_any_thread(
     reported = autofit.report(folder=tmp_path / "s")
     assert reported.to_dict() == {**first.to_dict(), "stopped": ""}
     assert capsys.readouterr().out == ""
-    command = [sys.executable, "-m", "autofit", "report", "--json", "--dir", str(tmp_path / "s")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert json.loads(done.stdout) == reported.to_dict()
-    shown = subprocess.run(command[:4] + command[5:], capture_output=True, text=True).stdout
+    report = ["report", "--dir", str(tmp_path / "s")]
+    assert json.loads(command_line.run(tmp_path, *report, "--json").stdout) == reported.to_dict()
+    shown = command_line.run(tmp_path, *report).stdout
     assert shown.startswith(str(reported) + "\nNext: autofit promote best")
 
 

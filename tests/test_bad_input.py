@@ -2,10 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import command_line
 import pytest
 import tiny
 import yaml
@@ -247,10 +246,7 @@ def exit_code_of(arguments: list[str]) -> int:
 
 
 def test_a_target_below_the_weights_is_refused_before_any_probe(tiny_recipe: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "autofit", "search", str(tiny_recipe), "--target-vram", "50KB", "--device", "cpu"],
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    done = command_line.run(tiny_recipe.parent, "search", str(tiny_recipe), "--target-vram", "50KB", "--device", "cpu")
     assert done.returncode == 2
     assert "at least the model's weights" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +23,32 @@ from autofit.recipe.launch import LAUNCH, Launch
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def beside_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A server whose children find the stand-in: TRL looks for vLLM when it is imported."""
+    folder = tmp_path_factory.mktemp("server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", engine_env(folder)["PYTHONPATH"], prepend=os.pathsep)
+        patch.setenv("ENGINES", "engines")  # where a child works
+        server = ForkServer(folder)
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def request_of_one(
-    tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path, beside_engines: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> ProbeRequest:
     """A probe of GRPO beside an engine, in processes that find the stand-in."""
     monkeypatch.chdir(tmp_path)
     for name, value in engine_env(tmp_path).items():
         monkeypatch.setenv(name, value)
     path = tiny.write_recipe(tmp_path, tiny_model)
-    read = prepare(path, trainer="grpo", device="cpu", folder=tmp_path, server=fork_server)
+    read = prepare(path, trainer="grpo", device="cpu", folder=tmp_path, server=beside_engines)
     return ProbeRequest(
         folder=tmp_path / "p", trainer="grpo", values={**read.values, **BESIDE_ENGINE}, device="cpu", limit_bytes=None,
-        worst_case=worst_case_path(tmp_path), cwd=tmp_path, deadline_s=240, server_socket=None,
+        worst_case=worst_case_path(tmp_path), cwd=tmp_path, deadline_s=240,
+        server_socket=beside_engines.socket_path,
     )  # fmt: skip
 
 

@@ -64,7 +64,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
 SEARCHED = ("per_device_train_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
-DEFAULT = ("sft, LoRA, checkpointing", "dpo, LoRA", "reward", "grpo", "hf, LoRA in bfloat16")
+DEFAULT = ("sft, LoRA, checkpointing", "reward", "grpo", "hf, LoRA in bfloat16")
+# of which another case has the objective, and one the trainer's loop
+THOROUGH = ("sft", "hf", "hf dpo", "dpo, LoRA", "rloo")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def recipe_of(trainer: str, folder: Path, model: Path, **changes: object) -> dic
     }  # fmt: skip
     return {
         "model_name_or_path": str(model), "dataset_name": str(folder / "data"), "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "report_to": "none",
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 2, "report_to": "none",
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "bf16": False, "seed": 1,
         **(generates if name == "grpo" else {"max_length": 128}),
         **({"lora_task_type": "SEQ_CLS"} if trainer == "reward" else {}), **changes,
@@ -144,9 +146,11 @@ def peaks_of_fakes(trainer: str, values: Mapping[str, object], folder: Path, dev
     return report.before_bytes, gpu.peak_requested_bytes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES]
-)
+def _marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in DEFAULT else (pytest.mark.thorough if name in THOROUGH else pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks_of(name)) for name in CASES])
 def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     trainer, changes = CASES[name]
@@ -195,7 +199,7 @@ def test_a_probe_has_the_evaluation_as_a_phase_and_its_seconds_in_no_step(
     assert (found.least_capacity_bytes or 0) > (without.least_capacity_bytes or 0) > 0
 
 
-@pytest.mark.parametrize("trainer", ["sft", "grpo"])
+@pytest.mark.parametrize("trainer", ["sft", pytest.param("grpo", marks=pytest.mark.thorough)])
 def test_a_probe_of_a_device_evaluates_before_it_saves(
     trainer: str, tmp_path: Path, small_model: Path, fork_server: ForkServer
 ) -> None:
@@ -212,9 +216,14 @@ def test_a_probe_of_a_device_evaluates_before_it_saves(
 @pytest.mark.parametrize(
     ("trainer", "launch"),
     [
-        pytest.param("sft", Launch(), marks=pytest.mark.thorough),
-        ("grpo", Launch()),
-        ("hf", Launch(ranks=2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [
+                ("sft", Launch()),
+                ("grpo", Launch()),
+                ("hf", Launch(ranks=2)),
+            ]
+        ),
         ("sft", Launch(ranks=2, sharding="fsdp2")),
     ],
 )

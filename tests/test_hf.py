@@ -44,7 +44,7 @@ def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
         changes["teacher_model_name_or_path"] = str(model)
     values: dict[str, object] = {
         "model_name_or_path": str(model), "output_dir": str(folder), "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2, "max_steps": 2, "max_length": LENGTH, "report_to": "none",
+        "gradient_accumulation_steps": 1, "max_steps": 2, "max_length": LENGTH, "report_to": "none",
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "seed": 1, **changes,
     }  # fmt: skip
     return parse("hf", values, overrides={})
@@ -72,9 +72,15 @@ def trained(model: Path, folder: Path, **changes: object) -> Any:
 
 
 CASES: dict[str, dict[str, object]] = {
-    "full, float32 master with autocast": {"bf16": True},
+    "full, float32 master with autocast": {"bf16": True, "gradient_accumulation_steps": 2},
     "full, pure bfloat16": {"dtype": "bfloat16"},
-    "LoRA, adapters in float32": {**LORA, "dtype": "bfloat16", "adapter_dtype": "float32", "bf16": True},
+    "LoRA, adapters in float32": {
+        **LORA,
+        "dtype": "bfloat16",
+        "adapter_dtype": "float32",
+        "bf16": True,
+        "gradient_accumulation_steps": 2,
+    },
     "LoRA, adapters in bfloat16": {**LORA, "dtype": "bfloat16", "adapter_dtype": "bfloat16"},
     "DPO, float32 logits": {"objective": "dpo", "dtype": "bfloat16", "float32_logits": True},
     "DPO, LoRA": {"objective": "dpo", **LORA, "float32_logits": True},
@@ -98,7 +104,7 @@ CASES: dict[str, dict[str, object]] = {
     "GKD, the likeliest words": {"objective": "gkd", **TAUGHT, "teacher_words": 8, "bf16": True},
     "embeddings": {"objective": "embed", "dtype": "bfloat16", "bf16": True},
     "diffusion": {"objective": "diffusion", "dtype": "bfloat16", "bf16": True, "packing": True},
-    "energy-based": {"objective": "ebft", **LORA, "ebft": {"generate_max_len": 2, "stride": 16, "ce_coef": 0.1}},
+    "energy-based": {"objective": "ebft", **LORA, "ebft": {"generate_max_len": 2, "stride": 32, "ce_coef": 0.1}},
     "reranker": {"objective": "rerank", "negatives": 3, **LORA},
     "reranker by words": {"objective": "rerank", "word_scores": True, "negatives": 2, "dtype": "bfloat16"},
     "packed": {"packing": True},
@@ -123,6 +129,9 @@ DEFAULT = (
 
 
 THOROUGH = (  # two settings at once, each of which another case has
+    "GKD, LoRA and the usual loss",
+    "GKD, the likeliest words",
+    "DPO, row by row",
     "full, pure bfloat16",
     "LoRA, adapters in bfloat16",
     "DPO, LoRA",

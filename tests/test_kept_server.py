@@ -1,40 +1,12 @@
-"""MLflow's server ends with the command that started it, `kill -9` included."""
+"""The command that started MLflow's server ends with it; test_mlflow_pages.py has the server's end with the command."""
 
-import multiprocessing
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import command_line
 import psutil
 import pytest
 from search_driver import main as drive
-from search_driver import plan
-
-from autofit.tracking.ui import server
-from autofit.tuning.search import open_study
-
-
-def _serve(folder: Path, told: Connection) -> None:
-    with server(folder, port=None) as mlflow:
-        told.send(mlflow.address)
-        time.sleep(600)
-
-
-@pytest.mark.slow
-def test_a_killed_ui_takes_the_server_and_its_workers_along(tmp_path: Path) -> None:
-    open_study(plan(tmp_path, 1))
-    hears, tells = multiprocessing.Pipe(duplex=False)
-    ui = multiprocessing.get_context("fork").Process(target=_serve, args=(tmp_path, tells))
-    ui.start()
-    assert hears.poll(90)
-    assert hears.recv().startswith("http://127.0.0.1:")
-    started = psutil.Process(ui.pid).children(recursive=True)
-    assert len(started) >= 2  # the keeper and the server
-    ui.kill()
-    ui.join()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert not alive
 
 
 @pytest.mark.slow

@@ -309,7 +309,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("reentrant", "ends"), [(True, 7), pytest.param(False, 0, marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # torch's own end; CI has the finding that says so before
+@pytest.mark.parametrize(("reentrant", "ends"), [(True, 7), (False, 0)])
 def test_ddp_with_unused_parameters_and_reentrant_checkpoints_fails_in_its_first_backward(
     reentrant: bool, ends: int, tmp_path: Path
 ) -> None:

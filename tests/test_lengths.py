@@ -314,7 +314,9 @@ class Marks(TrainerCallback):  # type: ignore[misc]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("lent_server")
-@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.thorough), "dpo", "hf"])
+@pytest.mark.parametrize(
+    "trainer", ["dpo", *(pytest.param(trainer, marks=pytest.mark.thorough) for trainer in ("sft", "hf"))]
+)
 def test_the_steps_are_those_of_the_trainer_itself_on_samples_that_differ(trainer: str, tmp_path: Path) -> None:
     """TRL's own trainer, sampler and collator train every step on the simulated card, on the same samples."""
     model = tiny.write_model(tmp_path / "model", hidden=512, layers=2)

@@ -2,14 +2,20 @@
 
 import base64
 import json
+import multiprocessing
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lawful
+import psutil
 import pytest
 import written_runs as written
 from at_once import AtOnce
@@ -131,23 +137,47 @@ def take(page: "Page", name: str) -> None:
         page.screenshot(path=Path(os.environ["AUTOFIT_SCREENSHOTS"]) / f"{name}.png")
 
 
+def _serve(folder: Path, told: Connection) -> None:
+    with server(folder, port=None) as mlflow:
+        told.send(mlflow.address)
+        time.sleep(600)
+
+
+@dataclass(frozen=True)
+class Ui:
+    """A process that serves the pages, and their address."""
+
+    process: ForkProcess
+    address: str
+
+
+@pytest.fixture(scope="module")
+def ui(folder: Path) -> Iterator[Ui]:
+    hears, tells = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(folder, tells))
+    process.start()
+    assert hears.poll(90)
+    yield Ui(process, hears.recv())
+    process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
-def test_the_pages_show_it_in_a_real_browser(folder: Path) -> None:
+def test_the_pages_show_it_in_a_real_browser(folder: Path, ui: Ui) -> None:
     from playwright.sync_api import expect
 
     found, view = pages(folder, "law"), states(folder)["autofit-front"]
     api = client(folder)
     experiment = experiment_id(api, folder, "law")
     full_run = search(api, experiment, "tags.`autofit.kind` = 'promoted'")[0].info.run_id
-    with server(folder, port=None) as mlflow, browser_page() as page:
-        page.goto(mlflow.address + found.table)
+    with browser_page() as page:
+        page.goto(ui.address + found.table)
         for column in ("tags.`autofit.status`", "metrics.`step_s`", "metrics.`device_used_GB`", "metrics.`speedup`"):
             expect(page.locator(f'.ag-header-cell[col-id="{column}"]')).to_be_visible(timeout=_WAIT_MS)
         for row in ("trial-0000", "promoted trial-0000"):
             expect(page.get_by_text(row, exact=True).first).to_be_visible(timeout=_WAIT_MS)
         take(page, "table")
-        page.goto(mlflow.address + found.compared)
+        page.goto(ui.address + found.compared)
         parallel = next(card for card in view["compareRunCharts"] if card["type"] == "PARALLEL")
         axes = page.locator("g.dimension")
         expect(axes).to_have_count(len(parallel["selectedParams"]) + 2, timeout=_WAIT_MS)
@@ -157,11 +187,21 @@ def test_the_pages_show_it_in_a_real_browser(folder: Path) -> None:
         assert place is not None
         assert place["y"] < 500, "below the charts of other metrics"
         take(page, "compared")
-        page.goto(mlflow.address + run_path(experiment, full_run))
+        page.goto(ui.address + run_path(experiment, full_run))
         for text in ("promised", "actual", "promised_step_s", "actual_step_s"):
             expect(page.get_by_text(text, exact=True).first).to_be_visible(timeout=_WAIT_MS)
         take(page, "full-run")
         assert found.summary is not None
-        page.goto(mlflow.address + found.summary)
+        page.goto(ui.address + found.summary)
         expect(page.get_by_role("img", name="front.png").first).to_be_visible(timeout=_WAIT_MS)
         take(page, "front")
+
+
+@pytest.mark.slow
+def test_a_killed_ui_takes_the_server_and_its_workers_along(ui: Ui) -> None:
+    started = psutil.Process(ui.process.pid).children(recursive=True)
+    assert len(started) >= 2  # the keeper and the server
+    ui.process.kill()
+    ui.process.join()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive

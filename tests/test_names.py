@@ -31,6 +31,7 @@ from autofit.space.space import Knob, Space
 from autofit.trainers.names import installed, one_name_each, parser_of, renamed, synonyms
 
 TRAINERS = ["grpo", "sft", "dpo", "reward", "rloo", "hf"]
+IN_CI = ("grpo", "sft", "hf")  # rollouts and samples of TRL, and a trainer of ours; all of them are read
 OLD, NEW = "gradient_checkpointing", "activation_checkpointing"
 TWO_VALUES: list[tuple[Any, Any]] = [(True, False), (2.5, 3.5), ({"use_reentrant": False}, {"use_reentrant": True})]
 
@@ -73,7 +74,8 @@ def tuned(path: Path, recipe: Recipe, changes: Mapping[str, object]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "trainer", [name if name in ("sft", "grpo") else pytest.param(name, marks=pytest.mark.slow) for name in TRAINERS]
+    "trainer",
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.thorough) for name in TRAINERS],
 )
 def test_a_setting_means_the_same_by_either_name(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch

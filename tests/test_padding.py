@@ -146,7 +146,8 @@ OTHER_KERNELS = {"bfd", "padded"}  # rows with and without boundaries, which eac
 def _marks_of(way: str, attention: str) -> tuple[pytest.MarkDecorator, ...]:
     if (way, attention) in QUICK:
         return ()
-    return (pytest.mark.slow,) if attention == "sdpa" or way in OTHER_KERNELS else (pytest.mark.thorough,)
+    other = way in OTHER_KERNELS and attention == FLASH  # eager has no kernel of its own
+    return (pytest.mark.slow,) if attention == "sdpa" or other else (pytest.mark.thorough,)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from autofit.plugin.lean import _compiled_on_use, _read_once, without_source
+from autofit.probing import kept_server
 from autofit.probing.fork_server import ForkServer
 
 
 @pytest.mark.slow  # starts a fork server: that of the other tests runs commands too, which import more
-def test_what_the_imports_leave_out_is_there_when_it_is_used(tmp_path: Path) -> None:
+def test_what_the_imports_leave_out_is_there_when_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the server that a process starts by itself, as its kept server was killed."""
+    monkeypatch.setattr(kept_server, "hold", lambda: kept_server.Held(str(tmp_path / "gone"), None))
     with contextlib.closing(ForkServer(tmp_path / "server")) as server:
         ending = server.call(
             {

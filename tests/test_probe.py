@@ -293,10 +293,9 @@ def _message(entry: str, folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("trainer", "changes"),
-    [("grpo", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("grpo", {"use_peft": False, "beta": 0.04}), ("dpo", {"use_peft": False})]),
+    [("grpo", {}), pytest.param("grpo", {"use_peft": False, "beta": 0.04}, marks=pytest.mark.slow),
      *(pytest.param(*case, marks=pytest.mark.thorough) for case in [
-        ("sft", {}), ("reward", {}),
+        ("sft", {}), ("dpo", {"use_peft": False}), ("reward", {}),
         ("grpo", {"bf16": True, "dtype": "bfloat16"}), ("dpo", {"precompute_ref_log_probs": True}),
         ("grpo", {"attn_implementation": "eager", "gradient_checkpointing": False})])],
 )  # fmt: skip

@@ -55,7 +55,13 @@ def proof_of(
 
 
 @pytest.mark.parametrize(
-    "recipe", ["sft", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "reward", "rloo"))]
+    "recipe",
+    [
+        "sft",
+        "grpo",
+        pytest.param("dpo", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("reward", "rloo")),
+    ],
 )
 def test_two_sharded_ranks_have_the_gradient_of_one_rank(recipe: str, tiny_model: Path) -> None:
     proof = proof_of(tiny_model, {**TWO, "launch.sharding": "fsdp2"}, recipe=recipe)
@@ -81,8 +87,7 @@ def test_sharding_on_the_recipes_own_ranks_is_proven_and_told(tiny_model: Path) 
 
 
 @pytest.mark.parametrize(
-    "recipe", ["grpo", pytest.param("sft", marks=pytest.mark.slow),
-               *(pytest.param(name, marks=pytest.mark.thorough) for name in ("dpo", "reward", "rloo"))],
+    "recipe", ["grpo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sft", "dpo", "reward", "rloo"))],
 )  # fmt: skip
 def test_a_sync_in_every_micro_batch_is_proven_on_sharded_ranks(recipe: str, tiny_model: Path) -> None:
     proof = proof_of(tiny_model, {**TWO, "launch.sharding": "fsdp2", SYNC_EACH_BATCH: True}, recipe=recipe)

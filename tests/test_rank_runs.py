@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ import yaml
 
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
-from autofit.probing.fork_server import ForkServer, call_ranks
+from autofit.probing.fork_server import ForkServer, call_ranks, detach
 from autofit.probing.supervise import RanksEnded
 from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import train_to_the_end
@@ -75,6 +73,14 @@ class Runs:
 
         train_to_the_end(folder / "request.json", folder, ranks)
         return read_json(folder / "final.json")
+
+    def begin(self, folder: Path) -> int:
+        """The process of its job, a fork whose ranks are forks of it."""
+        return detach(
+            self._server.socket_path,
+            {"entry": "forked_runs:run", "argument": str(folder / "request.json"), "cwd": str(folder), "env": {},
+             "log": str(folder / "job.log"), "deadline_s": 300},
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -209,25 +215,20 @@ def test_the_ranks_of_a_killed_job_end_and_the_run_goes_on(runs: Runs) -> None:
     whole = runs.folder("whole", launch, max_steps=steps, save_steps=2)
     assert runs.train(whole) is not None, logs(whole)
     folder = runs.folder("job", launch, max_steps=steps, save_steps=2)
-    program = f"import forked_runs; forked_runs.run({str(folder / 'request.json')!r})"
-    job = subprocess.Popen([sys.executable, "-c", program], cwd=folder, start_new_session=True)
-    killing = at_step(folder, 3, job.kill)
-    job.wait(timeout=200)
-    killing.join()
-    deadline = time.monotonic() + 60
-    while processes_of(folder):
-        assert time.monotonic() < deadline, processes_of(folder)
-        time.sleep(0.1)
+    job = psutil.Process(runs.begin(folder))
+    ranks: list[psutil.Process] = []
+
+    def kill() -> None:
+        ranks.extend(job.children(recursive=True))
+        job.kill()
+
+    at_step(folder, 3, kill).join()
+    assert len(ranks) >= 2
+    assert not psutil.wait_procs(ranks, timeout=60)[1]
     assert len(read_progress(folder)) < steps
     final = runs.train(folder)
     assert final is not None, logs(folder)
     assert lines(folder) == lines(whole)
-
-
-def processes_of(folder: Path) -> list[str]:
-    """The command lines of the ranks of the run in `folder`."""
-    found = ((process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
-    return [" ".join(line) for line in found if str(folder / "request.json") in line]
 
 
 def test_a_checkpoint_that_no_rank_can_load_is_passed_over(runs: Runs) -> None:

@@ -450,8 +450,7 @@ def test_a_plain_loop_is_saved_on_the_spot_and_ends_as_if_nothing_was(tmp_path: 
     ("trainer", "where", "proves"),
     [
         ("grpo", "backward", True),
-        ("sft", "backward", False),
-        pytest.param("dpo", "backward", False, marks=pytest.mark.thorough),
+        *(pytest.param(trainer, "backward", False, marks=pytest.mark.thorough) for trainer in ("sft", "dpo")),
         ("reward", "optimizer", False),
     ],
 )

@@ -151,6 +151,7 @@ name = "Qwen/Qwen2.5-0.5B-Instruct"
 tokenizer = AutoTokenizer.from_pretrained("somebody/tokenizer-alone")
 model = AutoModelForCausalLM.from_pretrained(
     pretrained_model_name_or_path=name, device_map="auto", torch_dtype=torch.bfloat16, use_cache=False,
+    num_hidden_layers=4,
     quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
 )
 model, tokenizer = setup_chat_format(model, tokenizer)
@@ -173,15 +174,14 @@ def test_a_notebook_for_older_libraries_trains_without_its_model_and_data(
     with pytest.raises(ConfigError, match=r"data of 'somebody/questions' are not on this machine.*prompt-tokens"):
         fit_script(Script(path=path), gpu="l4")
     long = fit_script(Script(path=path, prompt_tokens=256), gpu="l4")
-    short = fit_script(Script(path=path, prompt_tokens=64), gpu="l4")
-    small = fit_script(Script(path=path, prompt_tokens=256, changes={MICRO: 4}), gpu="l4")
+    small = fit_script(Script(path=path, prompt_tokens=64, changes={MICRO: 8}), gpu="l4")
     assert long.arguments == {MICRO: 16, ACCUMULATION: 2, CHECKPOINTING: False}
-    assert small.arguments[MICRO] == 4
+    assert small.arguments[MICRO] == 8
     weights = sum(row.allocated_bytes for row in long.found.alive_at_peak if row.category == "weights")
     assert weights < 0.6e9  # 0.27 GB of embeddings in 16 bits and the rest in 4; 1.98 GB in float32
-    stays = small.found.peak_allocated_bytes - (long.found.peak_allocated_bytes - small.found.peak_allocated_bytes) / 3
-    assert weights < stays < weights + 0.2e9  # activations are in proportion to the micro-batch
-    assert short.found.peak_allocated_bytes < 0.4 * long.found.peak_allocated_bytes
+    stays = small.found.peak_allocated_bytes - (long.found.peak_allocated_bytes - small.found.peak_allocated_bytes) / 7
+    assert weights < stays < weights + 0.05e9  # activations are in proportion to the micro-batch and to its tokens
+    assert small.found.peak_allocated_bytes < 0.5 * long.found.peak_allocated_bytes
     notes = " ".join(long.found.notes)
     for word in (
         "columns question, answer",

@@ -13,7 +13,7 @@ from autofit.space.space import Knob, Space
 KNOBS = load_space(None, trainer="grpo")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     micro=st.integers(1, 24), accumulation=st.integers(1, 24), generations=st.integers(2, 12),
     chunk=st.integers(1, 24), world=st.sampled_from([1, 2, 3, 4, 8]), iterations=st.sampled_from([1, 1, 2]),

@@ -245,7 +245,7 @@ def test_a_mirror_whose_starter_is_gone_is_ended_by_the_kernel_whatever_it_waits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["run_mirror", "study_mirror"])
+@pytest.mark.parametrize("module", ["run_mirror", pytest.param("study_mirror", marks=pytest.mark.thorough)])
 def test_a_mirror_ends_with_its_last_look_and_unloads_nothing(module: str, tmp_path: Path) -> None:
     """To unload MLflow takes far longer than the look, and the training or the search waits for it."""
     write_json(tmp_path / "request.json", {"study_folder": str(tmp_path), "folder": "", "study": "law", "trial": 0})

@@ -432,16 +432,6 @@ def test_a_command_ends_once_its_server_is_where_the_next_one_looks(
 
 
 @pytest.mark.slow
-def test_a_process_whose_kept_server_was_killed_starts_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_server, "hold", lambda: kept_server.Held(str(tmp_path / "gone"), None))
-    server = ForkServer(tmp_path)
-    ended = server.call({"entry": "builtins:len", "argument": "four", "cwd": str(tmp_path), "env": {},
-                         "log": str(tmp_path / "log"), "deadline_s": 60})  # fmt: skip
-    server.close()
-    assert ended.exit_code == 4
-
-
-@pytest.mark.slow
 def test_the_second_check_is_run_by_what_the_first_one_left(tmp_path: Path, short: Path, tiny_model: Path) -> None:
     recipe = tiny.write_recipe(tmp_path, tiny_model)
     env = {**os.environ, "AUTOFIT_SERVER": "1", "TMPDIR": str(short), "AUTOFIT_CACHE": str(tmp_path / "cache")}

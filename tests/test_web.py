@@ -675,7 +675,7 @@ reward_funcs: [think_format_reward]
     assert any("prompts of 300 tokens are taken" in str(line.get("text")) for line in told)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # the browser's question is one, below
 def test_a_recipe_of_several_trainers_is_asked_which_and_answered_for_that_one(simulator: Simulator) -> None:
     *_, choice = without_advice(simulator, small(text=OF_SEVERAL))
     assert choice["is"] == "choose"

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
+from experiments.tiny_reward import tiny
 from experiments.tiny_reward.heldout import held_out_reward
 from experiments.tiny_reward.tiny import prepare_tiny
 
@@ -33,12 +35,21 @@ def test_held_out_problems_are_not_trained_on(cache: Path) -> None:
     assert not set(train) & set(test)
 
 
+def here(_: str, arguments: Sequence[str], *, timeout_s: float) -> str:
+    """As a process of its own builds a model, which imports for as long as the rest takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tiny", *arguments])
+        tiny.main()
+    return ""
+
+
 @pytest.mark.slow
-def test_a_damaged_model_is_built_again(cache: Path) -> None:
+def test_a_damaged_model_is_built_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = yaml.safe_load(prepare_tiny(cache, sft_steps=0, seed=7).read_text())
     weights = Path(recipe["model_name_or_path"]) / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
+    monkeypatch.setattr(tiny, "run_module", here)
     prepare_tiny(cache, sft_steps=0, seed=7)
     assert weights.read_bytes() == whole
 

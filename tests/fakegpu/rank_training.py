@@ -121,6 +121,26 @@ def real_peaks_bytes(case: Ranks, server: ForkServer, folder: Path) -> list[int]
     return peaks
 
 
+def collect_outside_of_the_record() -> None:
+    """Let collectives of FSDP2 and of accelerate's evaluation work on copies that no profiler sees."""
+    new = hasattr(dist, "all_gather_single")  # the names of torch 2.13
+    for name in ("all_gather_single", "reduce_scatter_single") if new else _OLD_NAMES:
+        call = getattr(dist, name) if name.startswith("all_gather") else _reduce_scatter
+        setattr(dist, name, _outside_of_the_record(call))
+    dist.all_gather = _gathered_outside_of_the_record(dist.all_gather)
+
+
+def _gathered_outside_of_the_record(all_gather: Callable[..., object]) -> Callable[..., None]:
+    def run(outputs: list[torch.Tensor], source: torch.Tensor, **options: object) -> None:
+        sent, received = _of_numpy(source).view(source.shape), [_of_numpy(one).view(one.shape) for one in outputs]
+        sent.copy_(source)
+        all_gather(received, sent, **options)
+        for output, found in zip(outputs, received, strict=True):
+            output.copy_(found)
+
+    return run
+
+
 def _outside_of_the_record(collective: Callable[..., object]) -> Callable[..., object]:
     """A collective on copies in memory of numpy.
 
@@ -181,10 +201,7 @@ def _real_rank(case: Ranks, rank: int) -> int:
     torch.set_num_threads(1)
     patience = timedelta(seconds=_PATIENCE_S)
     dist.init_process_group("gloo", rank=rank, world_size=case.count, timeout=patience)
-    new = hasattr(dist, "all_gather_single")  # the names of torch 2.13
-    for name in ("all_gather_single", "reduce_scatter_single") if new else _OLD_NAMES:
-        call = getattr(dist, name) if name.startswith("all_gather") else _reduce_scatter
-        setattr(dist, name, _outside_of_the_record(call))
+    collect_outside_of_the_record()
     peak_bytes = profiler_peak_bytes(lambda: train(case, real=True))
     dist.destroy_process_group()
     return peak_bytes

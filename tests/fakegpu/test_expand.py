@@ -132,8 +132,8 @@ _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok"
     ("kind", "changes", "generate"),
     [
         ("llama", {}, True),
-        ("qwen3_moe", _EXPERTS, False),
-        ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 32}, False),
+        pytest.param("qwen3_moe", _EXPERTS, False, marks=pytest.mark.thorough),
+        ("gemma3_text", {"num_hidden_layers": 20, "sliding_window": 32}, False),
     ],
 )  # fmt: skip
 def test_patterns_experts_and_rollouts_expand(

@@ -33,8 +33,11 @@ def _generate(*, expandable: bool, padded: bool, tokens: int = 36) -> FakeGpu:
     return gpu
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("padded", "expandable"),
+    [(False, True), (True, False),
+     *(pytest.param(*case, marks=pytest.mark.thorough) for case in [(False, False), (True, True)])],
+)  # fmt: skip
 def test_a_played_rollout_peaks_where_a_simulated_one_does(
     expandable: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
