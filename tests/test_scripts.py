@@ -1,17 +1,25 @@
 """`autofit fit-check`: whole scripts, run unchanged on a card that is not there."""
 
+import importlib
 import json
+import os
 import socket
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autofit.cli import main
 from autofit.errors import ConfigError
+from autofit.recipe import catalogue
 from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
-from autofit.scripts.data import Columns
+from autofit.scripts.columns import Columns
+from autofit.scripts.data import MadeUp, stood_in
 from autofit.scripts.notebook import code_of
+from autofit.scripts.packages import idle
 from autofit.scripts.running import Script, fit_script
 
 SCRIPT = """
@@ -56,7 +64,9 @@ def test_the_command_says_a_script_that_does_not_fit(script: Path, capsys: pytes
     ("text", "wrong"),
     [
         ("import socket\nsocket.create_connection(('example.org', 80))", "wanted to reach example.org, and sees no"),
-        ("raise ValueError('my own')", "failed after 0 steps: ValueError: .*my own.*train.py:1"),
+        ("raise ValueError('my own')", "failed before its first step: ValueError: my own .*train.py:1"),
+        ("import torch\nimport no_such.part", "imports no_such, which is not installed here .*pip install no_such"),
+        ("open('data/mine.bin', 'rb')", "reads 'data/mine.bin', which is not there .*train.py:1.; make it first"),
         ("import sys\nsys.exit(3)", "exit code 3 before its first step"),
         ("import torch\ntorch.ones(3)", "put nothing on the card"),
     ],
@@ -91,6 +101,7 @@ def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:
         ("def right(completions, solution, **more): ...\nGRPOTrainer()", "solution prompt"),
         ("DPOTrainer(d)", "prompt chosen rejected"),
         ("SFTTrainer(d)", "text"),
+        ("d.map(lambda row: row['messages'][0]['content'] if row['messages'][0]['role'] else '')", "messages"),
         ("os.environ['HOME'], batch['input_ids']", "text"),
     ],
 )
@@ -105,6 +116,97 @@ def test_the_columns_of_made_up_data_are_those_that_the_script_reads(text: str, 
     else:
         pair = "chosen" in row
         assert sum(len(str(value).split()) for value in row.values()) == (150 if pair else 100)
+
+
+def test_a_column_is_a_chat_where_a_function_takes_turns_of_it() -> None:
+    code = "def last(row):\n    return [turn for turn in row['chosen'][:-1] if turn['role'] == 'user'] + row['text']"
+    row = Columns(code).row(40)
+    assert isinstance(row["text"], str)
+    chosen = row["chosen"]
+    assert isinstance(chosen, list)
+    assert [turn["role"] for turn in chosen] == ["user", "assistant"]
+    assert isinstance(Columns(code.replace("role", "name")).row(40)["chosen"], str)
+
+
+def test_packages_that_only_report_do_nothing_where_they_are_missing() -> None:
+    code = """
+import os
+import lm_eval.tasks as tasks
+from google.colab import userdata
+from math_verify import parse, verify
+try:
+    import swanlab
+except ImportError:
+    swanlab = None
+class Mine(tasks.Callback): ...
+@tasks.traced
+def twice(number): return 2 * number
+os.environ["A_TOKEN_OF_MINE"] = userdata.get("A_TOKEN_OF_MINE")
+reward = float(verify(parse("1"), parse("1"))) if len(parse("1")) == 0 else 1.0
+with tasks.init(project="mine") as run:
+    run.log({"loss": 1.0})
+found = Mine() is not None, twice(3), reward, swanlab, isinstance(1, tasks.Run), str | tasks.Run
+"""
+    assert not any(find_spec(name) for name in ("lm_eval", "google.colab", "math_verify", "swanlab")), "installed"
+    notes: list[str] = []
+    before = set(sys.modules)
+    with mock.patch.dict(os.environ), idle(code, notes.append):
+        own: dict[str, object] = {}
+        exec(code, own)
+    found = own["found"]
+    assert isinstance(found, tuple)
+    assert found[:5] == (True, 6, 0.0, None, False)
+    assert set(sys.modules) == before
+    assert notes == ["google.colab, lm_eval, math_verify are not needed on the card: stand-ins that do nothing"]
+    with idle("import deepspeed_of_mine, flash_attn", notes.append), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn")
+    assert len(notes) == 1
+
+
+def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none(tmp_path: Path) -> None:
+    import datasets
+
+    notes: list[str] = []
+    (tmp_path / "folder").mkdir()
+    made = MadeUp(Columns("row['question']"), 20, tmp_path / "folder", notes.append)
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"question": "my own"}\n')
+    with stood_in(made, lambda name: name == __file__):
+        assert datasets.load_dataset("json", data_files=str(mine), split="train")[0] == {"question": "my own"}
+        assert made.names == []
+        with open(tmp_path / "missing.json") as file:
+            rows = json.load(file)
+        assert len(rows[0]["question"].split()) == 20
+        with pytest.raises(FileNotFoundError):
+            (tmp_path / "missing.bin").open()
+        data = datasets.load_dataset("somebody/data", split="train")
+        data.to_json(mine)
+        again = datasets.load_dataset("json", data_files={"train": str(mine)})["train"]
+        assert again[0] == data[0] == rows[0]
+        lost = datasets.load_dataset("json", data_files=str(tmp_path / "lost.jsonl"))
+        assert set(lost) == {"train", "test", "validation"}
+    assert mine.read_text() == '{"question": "my own"}\n'
+    assert len(notes) == 3
+    assert made.unknown_column(KeyError("answer")) == "answer"
+    assert made.unknown_column(KeyError("Column answer not in the dataset. Current columns")) == "answer"
+    assert made.unknown_column(KeyError("question")) is None
+    assert made.unknown_column(ValueError("answer")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("somebody/dolphin-2.1-mistral-7b", "mistralai/Mistral-7B-v0.1"),
+        ("somebody/Llama-3.1-8B-tuned", "meta-llama/Llama-3.1-8B"),
+        ("somebody/qwen2.5-coder-7b-mine", "Qwen/Qwen2.5-Coder-7B"),
+        ("somebody/Llama-2-7B-GPTQ", None),
+        ("somebody/open_llama_3b", None),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+    ],
+)
+def test_a_models_name_says_the_model_that_it_was_trained_from(name: str, base: str | None) -> None:
+    found = catalogue.base_of(name)
+    assert (found and found.name) == base
 
 
 def figures(micro: int, accumulation: int, *, checkpointing: bool) -> dict[str, object]:

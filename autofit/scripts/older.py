@@ -17,6 +17,7 @@ from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.trainers.older import modern
 
 _TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
+_OF_DOWNLOADS = ("use_auth_token", "resume_download", "from_tf", "from_flax")
 _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 
 
@@ -46,6 +47,13 @@ def modernise(named: dict[str, Any]) -> None:
         named["quantization_config"] = transformers.BitsAndBytesConfig(**bits)
     if named.pop("use_flash_attention_2", False):
         named.setdefault("attn_implementation", "flash_attention_2")
+    forget_downloads(named)
+
+
+def forget_downloads(named: dict[str, Any]) -> None:
+    """Take out arguments of older releases that only say how a file is fetched."""
+    for key in _OF_DOWNLOADS:
+        named.pop(key, None)
 
 
 def _gone() -> Iterator[tuple[Any, str, Any, str]]:
@@ -83,6 +91,9 @@ def _of_trainer(kind: type, config: Any, note: Callable[[str], None]) -> Any:
         was, now = _TOKENIZER
         if was in named and was not in known:
             named[now] = named.pop(was)
+        if isinstance(named.get("model"), peft.PeftModel) and named.get("peft_config") is not None:
+            del named["peft_config"]
+            note("peft_config is left out, as the model has its adapters already; an older TRL did the same")
         others = {key: named.pop(key) for key in list(named) if key not in known} if config is not None else {}
         if others:
             arguments = named.get("args")

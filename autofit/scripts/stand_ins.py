@@ -23,10 +23,12 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from autofit.errors import ConfigError
-from autofit.scripts.older import modernise
+from autofit.errors import ConfigError, quoted
+from autofit.recipe import catalogue
+from autofit.scripts.older import forget_downloads, modernise
+from autofit.scripts.others import shape
 from autofit.trainers.common import random_checkpoint
-from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model
+from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model, stand_in_of
 from autofit.units import format_bytes
 
 _BY_NAME = (AutoConfig, AutoTokenizer, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase)
@@ -51,11 +53,26 @@ class StandIns:
             own = self._folder / hashlib.sha256(name.encode()).hexdigest()[:12]
             self._making = True
             try:
-                self._homes[name] = stand_in_model(name, own)
+                self._homes[name] = self._made(name, own)
             finally:
                 self._making = False
             self._note(f"{name} is not on this machine: its tokenizer is {_SMALL}")
         return self._homes[name]
+
+    def _made(self, name: str, folder: Path) -> str:
+        try:
+            return stand_in_model(name, folder)
+        except ConfigError:
+            known, base = shape(name), catalogue.base_of(name)
+            if known is not None:
+                return stand_in_of(known.config, folder)
+            if base is None:
+                raise ConfigError(
+                    f"the model {quoted(name, 100)} is not on this machine, and autofit does not know its shape; save "
+                    f"its config.json as {name}/config.json in {Path.cwd()}, where the script then finds it"
+                ) from None
+            self._note(f"the shape of {name} is not known here: that of {base.name}, by its name, stands in")
+            return stand_in_model(base.name, folder)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -75,6 +92,7 @@ class StandIns:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
             load = original.__get__(None, cls)
             name, rest = _name(rest, named)
+            forget_downloads(named)
             if self._making or not isinstance(name, str) or Path(name).exists():
                 return load(name, *rest, **named)
             try:
@@ -96,6 +114,7 @@ class StandIns:
                 raise
             self._note(f"the tokenizer {name} is not on this machine: {_SMALL}, stands in")
             return small_tokenizer()  # of a repository with nothing but a tokenizer
+        named.pop("tokenizer_type", None)  # the stand-in's is its own
         return load(home, *rest, **named)
 
     def _weights(self, original: Any) -> Any:
@@ -131,6 +150,8 @@ class StandIns:
             config = kind.config_class.from_pretrained(name, **loading)
             for key in [key for key in named if hasattr(config, key) and key not in _OF_MODEL]:
                 setattr(config, key, named.pop(key))
+        if config.dtype is None:  # as transformers reads weights in float32
+            config.dtype = torch.float32
         stored = getattr(config, "quantization_config", None)  # of a checkpoint that is quantised already
         if stored is not None:
             del config.quantization_config
@@ -141,8 +162,18 @@ class StandIns:
         made = random_checkpoint(kind, config, device="cpu")
         found = load(None, config=config, state_dict=made, **named)
         found.config._name_or_path = name
+        stated, _ = kind.config_class.get_config_dict(self._homes.get(name, name))
+        if stated.get("tie_word_embeddings") is False:
+            _untie(found)
         self._note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
         return found
+
+
+def _untie(model: Any) -> None:
+    """Give a model a head of its own: T5's config says tied whatever its file says, and the stored weights are not."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embeddings is not None and head.weight is embeddings.weight:
+        head.weight = torch.nn.Parameter(embeddings.weight.detach().clone())
 
 
 def _name(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
