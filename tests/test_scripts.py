@@ -19,6 +19,7 @@ from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
 from autofit.scripts.columns import Columns
 from autofit.scripts.data import MadeUp, stood_in
 from autofit.scripts.notebook import code_of
+from autofit.scripts.others import shapes
 from autofit.scripts.packages import idle
 from autofit.scripts.running import Script, fit_script
 
@@ -295,3 +296,74 @@ def test_a_notebook_for_older_libraries_trains_without_its_model_and_data(
         assert word in notes
     with pytest.raises(ConfigError, match="SFTConfig has no such field; the nearest valid one is"):
         fit_script(Script(path=path, prompt_tokens=256, changes={"per_device_train_batch": 4}), gpu="l4")
+
+
+FULL = """
+import json, os, sys, torch, transformers, wandb, evaluate
+from dataclasses import dataclass, field
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from trl import SFTConfig, SFTTrainer
+import beside
+@dataclass
+class Mine:
+    use_cache: bool = field(default=False)
+    column: str = "story"
+parser = transformers.HfArgumentParser((Mine, SFTConfig))
+mine, arguments = parser.parse_args_into_dataclasses()
+assert arguments.warmup_steps == 0.03 and arguments.eval_strategy == "no" and arguments.lr_scheduler_type == "cosine"
+rows = json.load(open("data.json"))
+wandb.init(project="mine", config={"metric": evaluate.load("accuracy").compute()})
+data = Dataset.from_list([{"text": beside.words(row, mine.column)} for row in rows])
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    "somebody/a-qwen2.5-0.5b-of-mine", dtype=torch.bfloat16, use_auth_token="mine", device_map="auto")
+adapters = LoraConfig(r=8, target_modules="all-linear")
+SFTTrainer(get_peft_model(model, adapters), arguments, train_dataset=data, peft_config=adapters,
+           processing_class=transformers.AutoTokenizer.from_pretrained("somebody/a-qwen2.5-0.5b-of-mine")).train()
+"""
+OPTIONS = ("--output_dir=out", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "6", "--bf16",
+           "--warmup_ratio", "0.03", "--evaluation_strategy", "no", "--lr_scheduler_type", "cosine")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FULL)
+    (tmp_path / "beside.py").write_text("def words(row, name): return row['title'] + ' ' + row[name]\n")
+    script = Script(path=tmp_path / "train.py", arguments=OPTIONS, prompt_tokens=128)
+    fewer = fit_script(script, gpu="l4")
+    monkeypatch.setattr("autofit.scripts.fewer.FEW", 100)
+    whole = fit_script(script, gpu="l4")
+    assert whole.arguments == fewer.arguments == {MICRO: 2, ACCUMULATION: 6, CHECKPOINTING: True}
+    assert whole.found.peak_allocated_bytes == fewer.found.peak_allocated_bytes
+    assert whole.found.step_s == pytest.approx(fewer.found.step_s, rel=0.01)
+    notes = " ".join(fewer.found.notes)
+    for word in (
+        "evaluate, wandb are not needed on the card",
+        "warmup_ratio as warmup_steps, evaluation_strategy as eval_strategy",
+        "columns title, story",
+        "that of Qwen/Qwen2.5-0.5B, by its name",
+        "peft_config is left out",
+        "of 6 micro-batches a step 3 were run",
+        "the script made sequences of up to 128;",
+    ):
+        assert word in notes
+    assert "micro-batches a step" not in " ".join(whole.found.notes)
+
+
+@pytest.mark.parametrize("name", list(shapes()))
+def test_a_shape_that_is_not_in_the_catalogue_has_the_published_size(name: str) -> None:
+    import torch
+    import transformers
+
+    found = shapes()[name]
+    kind, *_ = found.config["architectures"]  # type: ignore[misc]
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(transformers.AutoConfig.for_model(**found.config))
+    head = model.get_output_embeddings()
+    untied = found.config.get("tie_word_embeddings") is False
+    own = head.weight.numel() if untied and head.weight is model.get_input_embeddings().weight else 0
+    assert sum(each.numel() for each in model.parameters()) + own == found.parameters
+    assert catalogue.architecture(name) is None

@@ -41,6 +41,12 @@ class MadeUp:
         two = [self.columns.row(length) for length in (self._tokens, max(1, self._tokens - 2))]
         return two * (ROWS // 2)
 
+    def tell(self, longest: int) -> None:
+        """Note the tokens of the `longest` sequence that a model was given, where made-up rows were read."""
+        if self.names and longest:
+            self._note(f"of samples of {self._tokens:,} tokens the script made sequences of up to {longest:,}; where "
+                       "yours are longer or shorter, change --prompt-tokens")  # fmt: skip
+
     def dataset(self, name: str) -> Any:
         """The same as a dataset."""
         import datasets

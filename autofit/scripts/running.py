@@ -23,6 +23,7 @@ from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.scripts.columns import Columns
 from autofit.scripts.data import MadeUp, stood_in
+from autofit.scripts.fewer import Fewer
 from autofit.scripts.notebook import SUFFIX as NOTEBOOK
 from autofit.scripts.notebook import code_of
 from autofit.scripts.own import whole_code
@@ -112,6 +113,7 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
         file = made.folder / "notebook.py"
         file.write_text(code_of(path), encoding="utf-8")
     home = path.resolve().parent
+    fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)
 
     def own(name: str) -> bool:
         where = Path(name).resolve()
@@ -121,7 +123,8 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
         with (
             mock.patch.object(sys, "argv", [str(path), *script.arguments]),
             mock.patch.object(sys, "path", [str(home), *sys.path]), _without_own_modules(own),
-            _without_network(asked), _stood_in(script, code, card, seen, made, own), _counted(card, loop, steps),
+            _without_network(asked), _stood_in(script, code, card, seen, made, own, fewer),
+            _counted(card, loop, steps, fewer),
         ):  # fmt: skip
             runpy.run_path(str(file), run_name="__main__")
     except _Enough:
@@ -181,8 +184,9 @@ def _without_own_modules(own: Callable[[str], bool]) -> Iterator[None]:
 
 @contextmanager
 def _stood_in(
-    script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], made: MadeUp, own: Callable[[str], bool]
-) -> Iterator[None]:
+    script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], made: MadeUp, own: Callable[[str], bool],
+    fewer: Fewer,
+) -> Iterator[None]:  # fmt: skip
     """Context with stand-ins for models and data that are not here, and the changes, where the code may need them."""
     with ExitStack() as stack:
         log = logging.getLogger("bitsandbytes")  # it warns of slow kernels of the CPU, which are not used here
@@ -195,17 +199,20 @@ def _stood_in(
             from autofit.scripts.options import understood as options_understood
             from autofit.scripts.stand_ins import StandIns
 
-            stack.enter_context(StandIns(made.folder, card.note).in_place())
+            models = StandIns(made.folder, card.note)
+            stack.callback(lambda: made.tell(models.longest))
+            stack.enter_context(models.in_place())
             stack.enter_context(understood(code, card.note))
             stack.enter_context(options_understood(card.note))
             stack.enter_context(laid_over(script.changes, seen))
+            stack.enter_context(fewer.in_place())
         if any(name in code for name in _DATA):
             stack.enter_context(stood_in(made, own))
         yield
 
 
 @contextmanager
-def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int) -> Iterator[None]:
+def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int, fewer: Fewer) -> Iterator[None]:
     """Count the optimizer's steps, each a phase of the card, and end the script after the last."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -216,7 +223,7 @@ def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int) -> Iterator[None]:
         def after_step(optimizer: "torch.optim.Optimizer", args: object, kwargs: object) -> None:
             nonlocal began_s
             loop.steps += 1
-            loop.step_s, began_s = card.elapsed_s - began_s, card.elapsed_s
+            loop.step_s, began_s = card.elapsed_s - began_s + fewer.end_step(), card.elapsed_s
             if loop.steps >= steps:
                 raise _Enough
             phases.close()

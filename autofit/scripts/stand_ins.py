@@ -45,6 +45,7 @@ class StandIns:
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self._folder, self._note = folder, note
         self._homes: dict[str, str] = {}
+        self.longest = 0  # tokens of the longest sequence that a model was given
         self._making = False  # the making of a stand-in asks for what it stands for
 
     def home(self, name: str) -> str:
@@ -129,6 +130,7 @@ class StandIns:
                     raise
                 found = self._random(cls, load, name, named)
             self._look_at(found, str(name))
+            found.register_forward_pre_hook(self._measure, with_kwargs=True)
             return found
 
         return classmethod(from_pretrained)
@@ -141,6 +143,11 @@ class StandIns:
                 f"the weights of {name} are float32, {format_bytes(whole)}; half with dtype=torch.bfloat16 in "
                 "from_pretrained, or model_init_kwargs={'dtype': 'bfloat16'} in the config of a trainer of TRL"
             )
+
+    def _measure(self, _: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", given[0] if given else None)
+        if isinstance(ids, torch.Tensor) and ids.dim() > 1:
+            self.longest = max(self.longest, ids.shape[-1])
 
     def _random(self, kind: Any, load: Callable[..., Any], name: str, named: dict[str, Any]) -> Any:
         """The model `name` as `load` makes it of random weights."""
