@@ -43,7 +43,7 @@ class MadeUp:
 
     def tell(self, longest: int) -> None:
         """Note the tokens of the `longest` sequence that a model was given, where made-up rows were read."""
-        if self.names and longest:
+        if self.names and longest and self._tokens and not 0.95 < longest / self._tokens < 1.05:
             self._note(f"of samples of {self._tokens:,} tokens the script made sequences of up to {longest:,}; where "
                        "yours are longer or shorter, change --prompt-tokens")  # fmt: skip
 
@@ -131,6 +131,8 @@ def _datasets(made: MadeUp) -> Iterator[None]:
     def map_rows(rows: Any, *rest: Any, **named: Any) -> Any:
         if "remove_columns" in named:
             named["remove_columns"] = there(rows, named["remove_columns"])
+        if made.names or named.get("num_proc") == 1:
+            named["num_proc"] = None  # a process of its own may wait for ever for what this one holds
         return mapped(rows, *rest, **named)
 
     with ExitStack() as patches:

@@ -2,18 +2,20 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import huggingface_hub
 import peft
 import transformers
 import trl
 
 from autofit.plugin.protocol import Inspection, WorstCase
+from autofit.scripts.packages import Nothing
 from autofit.trainers.older import modern
 
 _TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
@@ -25,12 +27,16 @@ _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
     """Context in which the script with this `code` may say what is gone; `note` is told of it."""
     trainers = [name for name in _TRAINERS if f"{name}Trainer" in code]
-    configs = [transformers.TrainingArguments, *(getattr(trl, f"{name}Config") for name in trainers)]
+    configs = [
+        transformers.TrainingArguments,
+        transformers.Seq2SeqTrainingArguments,
+        *(getattr(trl, f"{name}Config") for name in trainers),
+    ]
     of_trl = {getattr(trl, f"{name}Trainer"): getattr(trl, f"{name}Config") for name in trainers}
     with ExitStack() as patches:
         for config in configs:
             patches.enter_context(mock.patch.object(config, "__init__", _of_config(config, note)))
-        for kind, config in {transformers.Trainer: None, **of_trl}.items():
+        for kind, config in {transformers.Trainer: None, transformers.Seq2SeqTrainer: None, **of_trl}.items():
             patches.enter_context(mock.patch.object(kind, "__init__", _of_trainer(kind, config, note)))
         for module, name, instead, what in _gone():
             if name in code and not hasattr(module, name):
@@ -63,6 +69,9 @@ def _gone() -> Iterator[tuple[Any, str, Any, str]]:
     yield trl, "DataCollatorForCompletionOnlyLM", _completions_only, "the loss is taken of prompts too"
     new = peft.prepare_model_for_kbit_training
     yield peft, "prepare_model_for_int8_training", new, f"{new.__name__} is called"
+    yield huggingface_hub, "HfFolder", Nothing(), "nothing is asked of the hub"
+    tokenizer = transformers.PreTrainedTokenizerBase
+    yield tokenizer, "_pad_token", property(lambda self: self.pad_token), "pad_token is read"
 
 
 def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:
@@ -113,7 +122,14 @@ def _modern(named: Mapping[str, Any], known: list[str], note: Callable[[str], No
     """The arguments of a config in the words of today."""
     if set(named) <= set(known):
         return dict(named)
+    return in_words_of_today(named, known, note)
+
+
+def in_words_of_today(named: Mapping[str, Any], known: Collection[str], note: Callable[[str], None]) -> dict[str, Any]:
+    """Arguments of an older release by the names that are `known` today; `note` is told of them."""
     found = modern(named, known, Inspection(device="sim:", worst_case=WorstCase(path=Path()), prompt_tokens=1))
-    for text in found.notes:
+    if found.renamed:
+        note(f"older names were read by those of today: {', '.join(found.renamed)}")
+    for text in found.notes[bool(found.renamed) :]:
         note(text)
     return dict(found.values)

@@ -6,14 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from transformers import HfArgumentParser
 
-from autofit.plugin.protocol import Inspection, WorstCase
-from autofit.trainers.older import modern
+from autofit.scripts.older import in_words_of_today
 
 
 @contextmanager
@@ -61,12 +59,10 @@ def _modern(rest: Sequence[str], known: Counter[str], note: Callable[[str], None
         else:
             return None
     values = {key: _value(value) for key, value in named.items()}
-    found = modern(values, list(known), Inspection(device="sim:", worst_case=WorstCase(path=Path()), prompt_tokens=1))
-    if found.values == values:
+    found = in_words_of_today(values, known, note)
+    if found == values:
         return None
-    for text in found.notes:
-        note(text)
-    return [f"--{key}={value}" for key, value in found.values.items()]
+    return [f"--{key}={value}" for key, value in found.items()]
 
 
 def _value(word: object) -> object:

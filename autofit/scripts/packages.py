@@ -121,7 +121,9 @@ def idle(code: str, note: Callable[[str], None]) -> Iterator[None]:
     if not names:
         yield
         return
-    note(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not needed on the card: stand-ins that do nothing")
+    note(
+        f"{', '.join(names)}: not needed on the card, so what {'it does' if len(names) == 1 else 'they do'} is left out"
+    )
     finder = _Finder([_outermost(name) for name in names])
     sys.meta_path.insert(0, finder)
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if finder.find_spec(name)}

@@ -77,8 +77,8 @@ def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | i
     A step is one of a torch.optim optimizer. The script sees no network; weights that are not on this machine are
     random ones of the same shape. Raises ConfigError where the script fails, or puts nothing on the card.
     """
-    code = code_of(script.path)
-    code = whole_code(code, [script.path.resolve().parent, Path.cwd()])
+    alone = code_of(script.path)
+    code = whole_code(alone, [script.path.resolve().parent, Path.cwd()])
     if steps < 1:
         raise ConfigError(f"--steps must be 1 or more; got {steps}")
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
@@ -96,7 +96,7 @@ def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | i
                     loop = CheckedLoop(card)
                     own = folder / str(len(more))
                     own.mkdir()
-                    made = MadeUp(Columns(code, tuple(more)), script.prompt_tokens, own, card.note)
+                    made = MadeUp(Columns(alone, tuple(more)), script.prompt_tokens, own, card.note)
                     seen = _run(script, code, card, loop, steps=steps, made=made)
                     return ScriptCheck(found=loop.result(target_bytes), arguments=seen)
             except _NeedsColumn as needed:

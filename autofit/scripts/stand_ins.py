@@ -57,7 +57,8 @@ class StandIns:
                 self._homes[name] = self._made(name, own)
             finally:
                 self._making = False
-            self._note(f"{name} is not on this machine: its tokenizer is {_SMALL}")
+            self._note(f"{name} is not on this machine: a small tokenizer, in which a letter is a token, and random "
+                       "weights of the same shape stand in")  # fmt: skip
         return self._homes[name]
 
     def _made(self, name: str, folder: Path) -> str:
@@ -101,7 +102,7 @@ class StandIns:
             except (OSError, ValueError):
                 return self._loaded(kind, load, name, rest, named)
             if isinstance(found, PreTrainedTokenizerBase) and not has_vocabulary(name, named.get("revision")):
-                return load(self.home(name), *rest, **named)  # some classes load without a file, with no vocabulary
+                return self._loaded(kind, load, name, rest, named)  # some load without a file, with no vocabulary
             return found
 
         return classmethod(from_pretrained)
@@ -116,7 +117,17 @@ class StandIns:
             self._note(f"the tokenizer {name} is not on this machine: {_SMALL}, stands in")
             return small_tokenizer()  # of a repository with nothing but a tokenizer
         named.pop("tokenizer_type", None)  # the stand-in's is its own
-        return load(home, *rest, **named)
+        try:
+            return load(home, *rest, **named)
+        except OSError:
+            if kind is not AutoProcessor:
+                raise
+            self._note(f"{name} takes pictures, whose processor is not on this machine: texts alone are simulated")
+            return AutoTokenizer.from_pretrained(home)
+        except TypeError:
+            if kind not in (AutoTokenizer, PreTrainedTokenizerBase):
+                raise
+            return small_tokenizer()  # of a class that takes no bytes for tokens, as T5's
 
     def _weights(self, original: Any) -> Any:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
@@ -172,7 +183,8 @@ class StandIns:
         stated, _ = kind.config_class.get_config_dict(self._homes.get(name, name))
         if stated.get("tie_word_embeddings") is False:
             _untie(found)
-        self._note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
+        if name not in self._homes:
+            self._note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
         return found
 
 
