@@ -17,6 +17,7 @@ from autofit.errors import ConfigError, option, quoted
 from autofit.scripts.columns import SPLITS, Columns
 
 ROWS = 2560  # enough for two steps of most batches; every second one is shorter, so batches are padded as real ones
+_NAMED = 6  # columns that a note names
 _WRITERS = ("to_json", "to_csv", "to_parquet", "save_to_disk")  # of a dataset
 _READERS = ("read_json", "read_csv", "read_parquet")  # of pandas
 
@@ -35,7 +36,8 @@ class MadeUp:
             raise ConfigError(_missing(name)) from None
         if name not in self.names:
             self.names.append(name)
-            columns = ", ".join(self.columns.names)
+            first, more = self.columns.names[:_NAMED], self.columns.names[_NAMED:]
+            columns = ", ".join(first) + (f" and {len(more)} more" if more else "")
             self._note(f"the data of {name} are not on this machine: samples of {self._tokens:,} tokens with the "
                        f"columns {columns} stand in, and longer ones of yours would take more")  # fmt: skip
         two = [self.columns.row(length) for length in (self._tokens, max(1, self._tokens - 2))]

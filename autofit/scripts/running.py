@@ -116,6 +116,8 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)
 
     def own(name: str) -> bool:
+        if not name or name.startswith("<"):
+            return False
         where = Path(name).resolve()
         return where == file.resolve() or (where.is_relative_to(home) and "site-packages" not in where.parts)
 
@@ -177,8 +179,8 @@ def _without_own_modules(own: Callable[[str], bool]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name, module in list(sys.modules.items()) if name not in before]:
-            if own(getattr(sys.modules[name], "__file__", None) or ""):
+        for name in [name for name in sys.modules if name not in before]:
+            if name.partition(".")[0] != "autofit" and own(getattr(sys.modules[name], "__file__", None) or ""):
                 del sys.modules[name]
 
 

@@ -157,7 +157,8 @@ class StandIns:
 
     def _measure(self, _: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", given[0] if given else None)
-        if isinstance(ids, torch.Tensor) and ids.dim() > 1:
+        joined = named.get("position_ids") is not None  # several samples in one row
+        if isinstance(ids, torch.Tensor) and ids.dim() > 1 and not joined:
             self.longest = max(self.longest, ids.shape[-1])
 
     def _random(self, kind: Any, load: Callable[..., Any], name: str, named: dict[str, Any]) -> Any:
