@@ -80,6 +80,23 @@ def test_a_script_that_cannot_be_run_is_told_with_its_line(text: str, wrong: str
     assert socket.socket.connect is before
 
 
+def test_a_package_of_the_scripts_project_is_found_as_if_it_were_installed(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").unlink()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "src" / "mine").mkdir(parents=True)
+    (tmp_path / "src" / "mine" / "__init__.py").write_text("width = 1024\n")
+    (tmp_path / "scripts").mkdir()
+    moved = tmp_path / "scripts" / "train.py"
+    moved.write_text(SCRIPT.replace("from beside", "from mine"))
+    before = list(sys.path)
+    assert fit_script(Script(path=moved, arguments=["5"]), gpu="l4").found.fits
+    assert sys.path == before
+    assert "mine" not in sys.modules
+    (tmp_path / "pyproject.toml").unlink()
+    with pytest.raises(ConfigError, match="imports mine, which is not installed here"):
+        fit_script(Script(path=moved, arguments=["5"]), gpu="l4")
+
+
 def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:
     cells = ["!pip install a \\\n   b\nx = 1", ["%%bash\n", "ls"], "y = (3\n     % 2)", "names = !ls\nz = 2"]
     path = tmp_path / "a.ipynb"
@@ -129,6 +146,17 @@ def test_a_column_is_a_chat_where_a_function_takes_turns_of_it() -> None:
     assert isinstance(chosen, list)
     assert [turn["role"] for turn in chosen] == ["user", "assistant"]
     assert isinstance(Columns(code.replace("role", "name")).row(40)["chosen"], str)
+
+
+def test_a_prompt_is_a_turn_where_trls_rewards_read_turns_and_the_script_makes_none() -> None:
+    code = "from trl.rewards import accuracy_reward\nGRPOTrainer(reward_funcs=accuracy_reward)"
+    row = Columns(code).row(30)
+    assert set(row) == {"solution", "prompt"}
+    prompt = row["prompt"]
+    assert isinstance(prompt, list)
+    assert [(turn["role"], len(turn["content"].split())) for turn in prompt] == [("user", 30)]
+    makes = code + "\nd.map(lambda row: {'prompt': [{'role': 'user', 'content': row['problem']}]})"
+    assert Columns(makes).row(30)["problem"] == Columns(makes).row(30)["solution"]
 
 
 def test_packages_that_only_report_do_nothing_where_they_are_missing() -> None:
@@ -352,6 +380,29 @@ def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all
     ):
         assert word in notes
     assert "micro-batches a step" not in " ".join(whole.found.notes)
+
+
+@pytest.mark.slow
+def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_path: Path) -> None:
+    import trl
+
+    from autofit.scripts.older import understood
+    from autofit.scripts.options import understood as options_understood
+
+    file = tmp_path / "old.yaml"
+    file.write_text("torch_dtype: bfloat16\nmax_seq_length: 64\nwarmup_ratio: 0.1\noutput_dir: out\n")
+    notes: list[str] = []
+    assert not hasattr(trl, "ORPOTrainer")
+    with understood("from trl import ORPOConfig, ORPOTrainer, SFTTrainer", notes.append):
+        assert trl.ORPOTrainer.__module__ == "trl.experimental.orpo.orpo_trainer"
+        assert trl.ORPOConfig("out", evaluation_strategy="no").eval_strategy == "no"
+        assert trl.ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
+        with options_understood(notes.append):
+            parser = trl.TrlParser((trl.ModelConfig, trl.SFTConfig))
+            model, arguments = parser.parse_args_and_config(["--config", str(file)])
+    assert not hasattr(trl, "ORPOTrainer")
+    assert (model.dtype, arguments.max_length, arguments.warmup_steps) == ("bfloat16", 64, 0.1)
+    assert "older names were read by those of today: torch_dtype as dtype" in notes
 
 
 @pytest.mark.parametrize("name", list(shapes()))

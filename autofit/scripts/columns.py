@@ -17,6 +17,8 @@ _OF_TOKENIZERS = {
 }  # fmt: skip
 _OF_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 _COLUMN_METHODS = ("remove_columns", "rename_column", "select_columns", "cast_column")
+_PROMPT = "prompt"
+_REWARDS_OF_CHATS = r"""accuracy_reward|think_format_reward|\[0\]\[["']content["']\]"""  # they read turns
 _WITH_ROLLOUTS = ("GRPO", "RLOO")
 _BY_TRAINER = {  # what a trainer reads of rows that the script gives it as they are
     ("DPO", "ORPO", "CPO", "Reward", "SimPO"): ("prompt", *_ANSWERS), _WITH_ROLLOUTS: ("prompt",),
@@ -56,6 +58,8 @@ class Columns:
     def _value(self, name: str, tokens: int) -> object:
         if name not in self._chats:
             return " ".join(["a"] * tokens)
+        if name == _PROMPT:
+            return [{"role": "user", "content": " ".join(["a"] * tokens)}]
         half = " ".join(["a"] * max(1, tokens // 2))
         who, what = ("from", "value") if re.search(r"""["']from["']""", self.code) else ("role", "content")
         people = ("human", "gpt") if who == "from" else ("user", "assistant")
@@ -69,6 +73,8 @@ class Columns:
     def _chats(self) -> set[str]:
         """Names of columns that hold turns: the usual ones, and those of which a function takes one by its number."""
         found = set(_CHATS)
+        if re.search(_REWARDS_OF_CHATS, self.code) and not re.search(r"""["']prompt["']\s*:""", self.code):
+            found.add(_PROMPT)  # which the script takes as it stands in the data
         if not re.search(r"""["'](role|from)["']""", self.code):
             return found
         for function in ast.walk(self._tree):

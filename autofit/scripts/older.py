@@ -1,7 +1,9 @@
 """What scripts for older releases of TRL, transformers and PEFT say, in the words of the installed ones."""
 
 import functools
+import importlib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -27,19 +29,23 @@ _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
     """Context in which the script with this `code` may say what is gone; `note` is told of it."""
     trainers = [name for name in _TRAINERS if f"{name}Trainer" in code]
-    configs = [
-        transformers.TrainingArguments,
-        transformers.Seq2SeqTrainingArguments,
-        *(getattr(trl, f"{name}Config") for name in trainers),
-    ]
+    moved = dict(_moved(code))
     of_trl = {getattr(trl, f"{name}Trainer"): getattr(trl, f"{name}Config") for name in trainers}
+    of_trl |= {moved[name]: moved[f"{name[:-7]}Config"] for name in moved if f"{name[:-7]}Config" in moved}
+    configs = [
+        transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments, trl.ModelConfig, trl.ScriptArguments,
+        *of_trl.values(),
+    ]  # fmt: skip
     with ExitStack() as patches:
+        for name, instead in moved.items():
+            setattr(trl, name, instead)
+            patches.callback(delattr, trl, name)
         for config in configs:
             patches.enter_context(mock.patch.object(config, "__init__", _of_config(config, note)))
         for kind, config in {transformers.Trainer: None, transformers.Seq2SeqTrainer: None, **of_trl}.items():
             patches.enter_context(mock.patch.object(kind, "__init__", _of_trainer(kind, config, note)))
         for module, name, instead, what in _gone():
-            if name in code and not hasattr(module, name):
+            if re.search(rf"\b{name}\b", code) and not hasattr(module, name):
                 setattr(module, name, instead)
                 patches.callback(delattr, module, name)
                 note(f"{name} is gone from {module.__name__}: {what}")
@@ -67,11 +73,27 @@ def _gone() -> Iterator[tuple[Any, str, Any, str]]:
     as_they_are = "the model and its vocabulary stay as they are"
     yield trl, "setup_chat_format", lambda model, tokenizer, *_, **__: (model, tokenizer), as_they_are
     yield trl, "DataCollatorForCompletionOnlyLM", _completions_only, "the loss is taken of prompts too"
+    yield trl, "get_kbit_device_map", lambda: {"": 0}, "the model is loaded onto the card"
+    yield trl.ModelConfig, "torch_dtype", property(lambda self: self.dtype), "dtype is read"
+    yield trl.ModelConfig, "trust_remote_code", False, "a model's own code is not run"
     new = peft.prepare_model_for_kbit_training
     yield peft, "prepare_model_for_int8_training", new, f"{new.__name__} is called"
     yield huggingface_hub, "HfFolder", Nothing(), "nothing is asked of the hub"
     tokenizer = transformers.PreTrainedTokenizerBase
     yield tokenizer, "_pad_token", property(lambda self: self.pad_token), "pad_token is read"
+
+
+def _moved(code: str) -> Iterator[tuple[str, Any]]:
+    """(name, class) of the trainers and configs in the `code` that trl had, and trl.experimental has."""
+    for name in dict.fromkeys(re.findall(r"\b([A-Za-z]+)(?:Trainer|Config)\b", code)):
+        part = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()  # OnlineDPO is in online_dpo
+        try:
+            module = importlib.import_module(f"trl.experimental.{part}")
+        except ImportError:
+            continue
+        for whole in (f"{name}Trainer", f"{name}Config"):
+            if hasattr(module, whole) and not hasattr(trl, whole):
+                yield whole, getattr(module, whole)
 
 
 def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:

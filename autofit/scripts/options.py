@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from transformers import HfArgumentParser
+from trl import TrlParser
 
 from autofit.scripts.older import in_words_of_today
 
@@ -34,7 +35,13 @@ def understood(note: Callable[[str], None]) -> Iterator[None]:
             found, rest = reading(self, words, namespace)
         return _shared(found, self), rest
 
+    file_read = TrlParser.set_defaults_with_config
+
+    def set_defaults_with_config(self: Any, **values: Any) -> Any:
+        return file_read(self, **in_words_of_today(values, list(_fields(self)), note))
+
     with (
+        mock.patch.object(TrlParser, "set_defaults_with_config", set_defaults_with_config),
         mock.patch.object(HfArgumentParser, "__init__", __init__),
         mock.patch.object(HfArgumentParser, "parse_known_args", parse_known_args),
     ):

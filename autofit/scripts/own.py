@@ -6,7 +6,14 @@ from pathlib import Path
 
 from autofit.scripts.packages import imports
 
+_PROJECT = ("pyproject.toml", "setup.py")
 _MOST = 200  # modules that are read
+
+
+def project_of(script: Path) -> list[Path]:
+    """The folders of the project that a script stands in, where its packages are once it is installed."""
+    roots = [folder for folder in script.resolve().parents[:4] if any((folder / name).exists() for name in _PROJECT)]
+    return [part for root in roots[:1] for part in (root, root / "src") if part.is_dir()]
 
 
 def whole_code(code: str, folders: Sequence[Path]) -> str:

@@ -26,7 +26,7 @@ from autofit.scripts.data import MadeUp, stood_in
 from autofit.scripts.fewer import Fewer
 from autofit.scripts.notebook import SUFFIX as NOTEBOOK
 from autofit.scripts.notebook import code_of
-from autofit.scripts.own import whole_code
+from autofit.scripts.own import project_of, whole_code
 from autofit.scripts.packages import idle
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 _LIBRARIES = ("transformers", "trl", "peft", "unsloth")  # they load models by name, and train with TrainingArguments
+_AUTOFIT = Path(__file__).resolve().parents[1]
 _DATA = ("datasets", "trl", "transformers", "pandas")
 _LOCAL = ("127.", "localhost", "::1")
 _MOST_COLUMNS = 8  # that are found by running the script again
@@ -78,7 +79,7 @@ def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | i
     random ones of the same shape. Raises ConfigError where the script fails, or puts nothing on the card.
     """
     alone = code_of(script.path)
-    code = whole_code(alone, [script.path.resolve().parent, Path.cwd()])
+    code = whole_code(alone, [script.path.resolve().parent, Path.cwd(), *project_of(script.path)])
     if steps < 1:
         raise ConfigError(f"--steps must be 1 or more; got {steps}")
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
@@ -112,19 +113,21 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     if path.suffix == NOTEBOOK:
         file = made.folder / "notebook.py"
         file.write_text(code_of(path), encoding="utf-8")
-    home = path.resolve().parent
+    home, project = path.resolve().parent, [str(folder) for folder in project_of(path)]
     fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)
 
     def own(name: str) -> bool:
-        if not name or name.startswith("<"):
-            return False
         where = Path(name).resolve()
-        return where == file.resolve() or (where.is_relative_to(home) and "site-packages" not in where.parts)
+        if not name or name.startswith("<") or where.is_relative_to(_AUTOFIT):
+            return False
+        return where == file.resolve() or (
+            any(where.is_relative_to(folder) for folder in (home, *project)) and "site-packages" not in where.parts
+        )
 
     try:
         with (
             mock.patch.object(sys, "argv", [str(path), *script.arguments]),
-            mock.patch.object(sys, "path", [str(home), *sys.path]), _without_own_modules(own),
+            mock.patch.object(sys, "path", [str(home), *sys.path, *project]), _without_own_modules(own),
             _without_network(asked), _stood_in(script, code, card, seen, made, own, fewer),
             _counted(card, loop, steps, fewer),
         ):  # fmt: skip
@@ -180,7 +183,7 @@ def _without_own_modules(own: Callable[[str], bool]) -> Iterator[None]:
         yield
     finally:
         for name in [name for name in sys.modules if name not in before]:
-            if name.partition(".")[0] != "autofit" and own(getattr(sys.modules[name], "__file__", None) or ""):
+            if own(getattr(sys.modules[name], "__file__", None) or ""):
                 del sys.modules[name]
 
 
