@@ -84,7 +84,8 @@ def test_a_package_of_the_scripts_project_is_found_as_if_it_were_installed(scrip
     (tmp_path / "beside.py").unlink()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "src" / "mine").mkdir(parents=True)
-    (tmp_path / "src" / "mine" / "__init__.py").write_text("width = 1024\n")
+    (tmp_path / "src" / "mine" / "__init__.py").write_text("from .size import width\n")
+    (tmp_path / "src" / "mine" / "size.py").write_text("import wandb\nwidth = 1024 if wandb.init() == 0 else 1024\n")
     (tmp_path / "scripts").mkdir()
     moved = tmp_path / "scripts" / "train.py"
     moved.write_text(SCRIPT.replace("from beside", "from mine"))
@@ -229,6 +230,8 @@ def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none
     [
         ("somebody/dolphin-2.1-mistral-7b", "mistralai/Mistral-7B-v0.1"),
         ("somebody/Llama-3.1-8B-tuned", "meta-llama/Llama-3.1-8B"),
+        ("somebody/llama-3-1-8b-tuned", "meta-llama/Llama-3.1-8B"),
+        ("somebody/a-qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B"),
         ("somebody/qwen2.5-coder-7b-mine", "Qwen/Qwen2.5-Coder-7B"),
         ("somebody/Llama-2-7B-GPTQ", None),
         ("somebody/open_llama_3b", None),
@@ -351,7 +354,7 @@ adapters = LoraConfig(r=8, target_modules="all-linear")
 SFTTrainer(get_peft_model(model, adapters), arguments, train_dataset=data, peft_config=adapters,
            processing_class=transformers.AutoTokenizer.from_pretrained("somebody/a-qwen2.5-0.5b-of-mine")).train()
 """
-OPTIONS = ("--output_dir=out", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "6", "--bf16",
+OPTIONS = ("--output_dir=out", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "6", "--bf16", "True",
            "--warmup_ratio", "0.03", "--evaluation_strategy", "no", "--lr_scheduler_type", "cosine")  # fmt: skip
 
 
@@ -390,12 +393,12 @@ def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_pat
     from autofit.scripts.options import understood as options_understood
 
     file = tmp_path / "old.yaml"
-    file.write_text("torch_dtype: bfloat16\nmax_seq_length: 64\nwarmup_ratio: 0.1\noutput_dir: out\n")
+    file.write_text("torch_dtype: bfloat16\nmax_seq_length: 64\nwarmup_ratio: 0.1\noutput_dir: out\nbf16: false\n")
     notes: list[str] = []
     assert not hasattr(trl, "ORPOTrainer")
     with understood("from trl import ORPOConfig, ORPOTrainer, SFTTrainer", notes.append):
         assert trl.ORPOTrainer.__module__ == "trl.experimental.orpo.orpo_trainer"
-        assert trl.ORPOConfig("out", evaluation_strategy="no").eval_strategy == "no"
+        assert trl.ORPOConfig("out", evaluation_strategy="no", bf16=False).eval_strategy == "no"
         assert trl.ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
         with options_understood(notes.append):
             parser = trl.TrlParser((trl.ModelConfig, trl.SFTConfig))
@@ -411,9 +414,10 @@ def test_a_shape_that_is_not_in_the_catalogue_has_the_published_size(name: str) 
     import transformers
 
     found = shapes()[name]
-    kind, *_ = found.config["architectures"]  # type: ignore[misc]
+    kinds = found.config["architectures"]
+    assert isinstance(kinds, list)
     with torch.device("meta"):
-        model = getattr(transformers, kind)(transformers.AutoConfig.for_model(**found.config))
+        model = getattr(transformers, kinds[0])(transformers.AutoConfig.for_model(**found.config))
     head = model.get_output_embeddings()
     untied = found.config.get("tie_word_embeddings") is False
     own = head.weight.numel() if untied and head.weight is model.get_input_embeddings().weight else 0

@@ -20,7 +20,7 @@ _MIRRORS = ("unsloth", "nousresearch", "llm-research", "ai-modelscope", "modelsc
 # Ends of the names of copies in 4 bits, the longest first, and what their config.json says of their weights. The first
 # leaves some layers in 16 bits, which differ from model to model.
 _IN_4_BITS = ("-unsloth-bnb-4bit", "-bnb-4bit")
-_SIZE = re.compile(r"\d+(\.\d+)?[bm]")
+_SIZE = re.compile(r"\d+[bm]")  # of 1.5b the part after the dot
 _STORED = {"gptq", "awq", "gguf", "exl2", "aqlm", "fp8", "int4", "int8", "vl", "vision", "embedding", "reranker", "moe"}
 _NF4: Config = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
@@ -78,7 +78,7 @@ def base_of(name: str) -> Architecture | None:
 
 
 def _parts(name: str) -> list[str]:
-    return re.split(r"[-_ ]", name.lower().removeprefix("meta-"))
+    return re.split(r"[-_. ]", name.lower().removeprefix("meta-"))
 
 
 def _base_parts(name: str) -> list[str]:

@@ -90,8 +90,8 @@ class Columns:
                 row = isinstance(node.value, ast.Name) and node.value.id not in settings
                 yield from _words([node.slice]) if row or isinstance(node.value, ast.Subscript) else ()
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                gets = node.func.attr == "get" and isinstance(node.func.value, ast.Name)
-                gets = gets and node.func.value.id not in settings
+                of = node.func.value
+                gets = node.func.attr == "get" and isinstance(of, ast.Name) and of.id not in settings
                 yield from _words(node.args[:1]) if gets or node.func.attr in _COLUMN_METHODS else ()
             elif isinstance(node, ast.keyword) and node.arg in ("dataset_text_field", "text_column"):
                 yield from _words([node.value])

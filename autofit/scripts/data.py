@@ -154,7 +154,7 @@ def _datasets(made: MadeUp) -> Iterator[None]:
 
 @contextmanager
 def _pandas(made: MadeUp) -> Iterator[None]:
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

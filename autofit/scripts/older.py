@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -86,9 +87,12 @@ def _gone() -> Iterator[tuple[Any, str, Any, str]]:
 def _moved(code: str) -> Iterator[tuple[str, Any]]:
     """(name, class) of the trainers and configs in the `code` that trl had, and trl.experimental has."""
     for name in dict.fromkeys(re.findall(r"\b([A-Za-z]+)(?:Trainer|Config)\b", code)):
+        if all(hasattr(trl, f"{name}{kind}") for kind in ("Trainer", "Config")):
+            continue
         part = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()  # OnlineDPO is in online_dpo
         try:
-            module = importlib.import_module(f"trl.experimental.{part}")
+            with mock.patch.dict(os.environ, TRL_EXPERIMENTAL_SILENCE="1"):
+                module = importlib.import_module(f"trl.experimental.{part}")
         except ImportError:
             continue
         for whole in (f"{name}Trainer", f"{name}Config"):

@@ -25,7 +25,7 @@ def shape(name: str) -> Shape | None:
 def shapes() -> dict[str, Shape]:
     """{name in small letters: shape} of all."""
     text = resources.files("autofit.scripts").joinpath("others.yaml").read_text(encoding="utf-8")
-    found = {}
+    found: dict[str, Shape] = {}
     for name, entry in yaml.safe_load(text).items():
         own = Shape(config=entry["config"], parameters=entry["parameters"])
         found |= {each.lower(): own for each in (name, *entry.get("also", ()))}

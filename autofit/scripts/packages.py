@@ -83,8 +83,8 @@ class Nothing(str):
     def _computed(self, _: object) -> "Nothing":
         return self
 
-    __lt__ = __le__ = __gt__ = __ge__ = _compared  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed  # type: ignore
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
     __truediv__ = __round__ = __or__ = __ror__ = _computed
 
 

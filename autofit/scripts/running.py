@@ -113,7 +113,8 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     if path.suffix == NOTEBOOK:
         file = made.folder / "notebook.py"
         file.write_text(code_of(path), encoding="utf-8")
-    home, project = path.resolve().parent, [str(folder) for folder in project_of(path)]
+    home = path.resolve().parent
+    project = [str(folder) for folder in project_of(path)]
     fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)
 
     def own(name: str) -> bool:
@@ -121,7 +122,7 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
         if not name or name.startswith("<") or where.is_relative_to(_AUTOFIT):
             return False
         return where == file.resolve() or (
-            any(where.is_relative_to(folder) for folder in (home, *project)) and "site-packages" not in where.parts
+            any(where.is_relative_to(folder) for folder in (str(home), *project)) and "site-packages" not in where.parts
         )
 
     try:

@@ -63,18 +63,18 @@ class StandIns:
 
     def _made(self, name: str, folder: Path) -> str:
         try:
-            return stand_in_model(name, folder)
+            return str(stand_in_model(name, folder))
         except ConfigError:
             known, base = shape(name), catalogue.base_of(name)
             if known is not None:
-                return stand_in_of(known.config, folder)
+                return str(stand_in_of(known.config, folder))
             if base is None:
                 raise ConfigError(
                     f"the model {quoted(name, 100)} is not on this machine, and autofit does not know its shape; save "
                     f"its config.json as {name}/config.json in {Path.cwd()}, where the script then finds it"
                 ) from None
             self._note(f"the shape of {name} is not known here: that of {base.name}, by its name, stands in")
-            return stand_in_model(base.name, folder)
+            return str(stand_in_model(base.name, folder))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
