@@ -221,6 +221,7 @@ def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none
     assert len(notes) == 3
     assert made.unknown_column(KeyError("answer")) == "answer"
     assert made.unknown_column(KeyError("Column answer not in the dataset. Current columns")) == "answer"
+    assert made.unknown_column(ValueError("Column name ['answer'] not in the dataset. Current columns")) == "answer"
     assert made.unknown_column(KeyError("question")) is None
     assert made.unknown_column(ValueError("answer")) is None
 
@@ -354,8 +355,9 @@ adapters = LoraConfig(r=8, target_modules="all-linear")
 SFTTrainer(get_peft_model(model, adapters), arguments, train_dataset=data, peft_config=adapters,
            processing_class=transformers.AutoTokenizer.from_pretrained("somebody/a-qwen2.5-0.5b-of-mine")).train()
 """
-OPTIONS = ("--output_dir=out", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "6", "--bf16", "True",
-           "--warmup_ratio", "0.03", "--evaluation_strategy", "no", "--lr_scheduler_type", "cosine")  # fmt: skip
+OPTIONS = ("--output_dir=out", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "6", "--bf16",
+           "True", "--warmup_ratio", "0.03",
+           "--evaluation_strategy", "no", "--lr_scheduler_type", "cosine")  # fmt: skip
 
 
 @pytest.mark.slow
@@ -369,8 +371,9 @@ def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all
     fewer = fit_script(script, gpu="l4")
     monkeypatch.setattr("autofit.scripts.fewer.FEW", 100)
     whole = fit_script(script, gpu="l4")
-    assert whole.arguments == fewer.arguments == {MICRO: 2, ACCUMULATION: 6, CHECKPOINTING: True}
-    assert whole.found.peak_allocated_bytes == fewer.found.peak_allocated_bytes
+    assert whole.arguments == fewer.arguments == {MICRO: 1, ACCUMULATION: 6, CHECKPOINTING: True}
+    # One sample a micro-batch: pairs of a long and a short one have a mask, and would fall differently.
+    assert whole.found.peak_allocated_bytes == pytest.approx(fewer.found.peak_allocated_bytes, rel=0.001)
     assert whole.found.step_s == pytest.approx(fewer.found.step_s, rel=0.01)
     notes = " ".join(fewer.found.notes)
     for word in (

@@ -73,10 +73,12 @@ class MadeUp:
 
     def unknown_column(self, error: Exception) -> str | None:
         """The column that the script asked for in vain, by the error that it raised; None where it did not."""
-        if not self.names or not isinstance(error, KeyError) or not error.args:
+        if not self.names or not isinstance(error, KeyError | ValueError) or not error.args:
             return None
-        found = re.match(r"(?:Column )?'?([A-Za-z_]\w*)'?(?: not in the dataset|$)", str(error.args[0]))
-        return None if found is None or found[1] in {*self.columns.names, *SPLITS} else found[1]
+        plain = r"'?([A-Za-z_]\w*)'?$|" if isinstance(error, KeyError) else ""
+        found = re.match(rf"{plain}Column (?:name )?\W*(\w+)\W* not in the dataset", str(error.args[0]))
+        name = None if found is None else next(group for group in found.groups() if group)
+        return None if name in {None, *self.columns.names, *SPLITS} else name
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from types import ModuleType
 from typing import Any
 
 _IDLE = {
-    "aim", "bert_score", "clearml", "codecarbon", "comet_ml", "dagshub", "dotenv", "evaluate", "google.colab",
-    "gradio", "ipywidgets", "jiwer", "kaggle_secrets", "langfuse", "langsmith", "latex2sympy2_extended", "lighteval",
-    "lm_eval", "math_verify", "mlflow", "neptune", "nltk", "nvidia_smi", "openai", "plotly", "py7zr", "pynvml",
-    "rouge", "rouge_score", "sacrebleu", "seaborn", "seqeval", "swanlab", "tensorboard", "tensorboardX", "trackio",
-    "wandb", "weave",
+    "aim", "bert_score", "clearml", "codecarbon", "comet_ml", "dagshub", "dotenv", "e2b_code_interpreter",
+    "evaluate", "google.colab", "gradio", "ipywidgets", "jiwer", "kaggle_secrets", "langfuse", "langsmith",
+    "latex2sympy2_extended", "lighteval", "lm_eval", "math_verify", "mlflow", "morphcloud", "neptune", "nltk",
+    "nvidia_smi", "openai", "plotly", "py7zr", "pynvml", "rouge", "rouge_score", "sacrebleu", "seaborn", "seqeval",
+    "swanlab", "tensorboard", "tensorboardX", "trackio", "wandb", "weave",
 }  # fmt: skip
 _FETCHES = {"evaluate"}  # its metrics come over the network, so it stands in where it is installed too
 _OF_REWARDS = {"math_verify", "latex2sympy2_extended"}  # which TRL's own rewards import
