@@ -17,7 +17,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GpuSpec, UnknownGpuError, gpu_spec
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.hardware import choose_device_and_target
-from autofit.units import format_bytes, parse_bytes
+from autofit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -114,15 +114,16 @@ class FitCheck:
         yield "peak reserved", format_bytes(self.peak_reserved_bytes), "held by PyTorch's allocator"
         yield "device used", format_bytes(self.device_used_bytes), "with the CUDA context"
         yield "least capacity", "-" if least is None else format_bytes(least), "the smallest target that is enough"
-        yield "step", "-" if self.step_s is None else f"{self.step_s * 1e3:.4g} ms", "predicted"
+        yield "step", "-" if self.step_s is None else _step(self.step_s), "predicted"
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        for row in self.alive_at_peak[:PRINTED_ROWS]:
+        shown = [row for row in self.alive_at_peak if row.allocated_bytes * 1000 >= self.peak_allocated_bytes]
+        for row in shown[:PRINTED_ROWS]:
             yield row.category, format_bytes(row.allocated_bytes), str(row.count), row.short_place
-        rest = self.alive_at_peak[PRINTED_ROWS:]
+        rest = [row for row in self.alive_at_peak if row not in shown[:PRINTED_ROWS]]
         if rest:
             size, count = sum(row.allocated_bytes for row in rest), sum(row.count for row in rest)
-            yield "the rest", format_bytes(size), str(count), f"{len(rest)} more places"
+            yield "the rest", format_bytes(size), str(count), f"{len(rest)} more place{'s' if len(rest) > 1 else ''}"
 
     def _remarks(self) -> Iterator[str]:
         if self.out_of_memory is not None:
@@ -351,6 +352,10 @@ def _alive(items: list[tuple[str, str, int, int]]) -> tuple[AliveAtPeak, ...]:
         sums[category, place] = (before[0] + nbytes, before[1] + count)
     rows = [AliveAtPeak(category=k[0], place=k[1], allocated_bytes=v[0], count=v[1]) for k, v in sums.items()]
     return tuple(sorted(rows, key=lambda row: -row.allocated_bytes))
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def _html_row(*cells: str) -> str:

@@ -1,17 +1,26 @@
 """`autofit fit-check`: whole scripts, run unchanged on a card that is not there."""
 
+import importlib
 import json
+import os
 import socket
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autofit.cli import main
 from autofit.errors import ConfigError
+from autofit.recipe import catalogue
 from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
-from autofit.scripts.data import Columns
+from autofit.scripts.columns import Columns
+from autofit.scripts.data import MadeUp, stood_in
 from autofit.scripts.notebook import code_of
+from autofit.scripts.others import shapes
+from autofit.scripts.packages import idle
 from autofit.scripts.running import Script, fit_script
 
 SCRIPT = """
@@ -56,7 +65,9 @@ def test_the_command_says_a_script_that_does_not_fit(script: Path, capsys: pytes
     ("text", "wrong"),
     [
         ("import socket\nsocket.create_connection(('example.org', 80))", "wanted to reach example.org, and sees no"),
-        ("raise ValueError('my own')", "failed after 0 steps: ValueError: .*my own.*train.py:1"),
+        ("raise ValueError('my own')", "failed before its first step: ValueError: my own .*train.py:1"),
+        ("import torch\nimport no_such.part", "imports no_such, which is not installed here .*pip install no_such"),
+        ("open('data/mine.bin', 'rb')", "reads 'data/mine.bin', which is not there .*train.py:1.; make it first"),
         ("import sys\nsys.exit(3)", "exit code 3 before its first step"),
         ("import torch\ntorch.ones(3)", "put nothing on the card"),
     ],
@@ -67,6 +78,24 @@ def test_a_script_that_cannot_be_run_is_told_with_its_line(text: str, wrong: str
     with pytest.raises(ConfigError, match=wrong):
         fit_script(Script(path=script), gpu="l4")
     assert socket.socket.connect is before
+
+
+def test_a_package_of_the_scripts_project_is_found_as_if_it_were_installed(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").unlink()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "src" / "mine").mkdir(parents=True)
+    (tmp_path / "src" / "mine" / "__init__.py").write_text("from .size import width\n")
+    (tmp_path / "src" / "mine" / "size.py").write_text("import wandb\nwidth = 1024 if wandb.init() == 0 else 1024\n")
+    (tmp_path / "scripts").mkdir()
+    moved = tmp_path / "scripts" / "train.py"
+    moved.write_text(SCRIPT.replace("from beside", "from mine"))
+    before = list(sys.path)
+    assert fit_script(Script(path=moved, arguments=["5"]), gpu="l4").found.fits
+    assert sys.path == before
+    assert "mine" not in sys.modules
+    (tmp_path / "pyproject.toml").unlink()
+    with pytest.raises(ConfigError, match="imports mine, which is not installed here"):
+        fit_script(Script(path=moved, arguments=["5"]), gpu="l4")
 
 
 def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:
@@ -91,6 +120,7 @@ def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:
         ("def right(completions, solution, **more): ...\nGRPOTrainer()", "solution prompt"),
         ("DPOTrainer(d)", "prompt chosen rejected"),
         ("SFTTrainer(d)", "text"),
+        ("d.map(lambda row: row['messages'][0]['content'] if row['messages'][0]['role'] else '')", "messages"),
         ("os.environ['HOME'], batch['input_ids']", "text"),
     ],
 )
@@ -104,7 +134,114 @@ def test_the_columns_of_made_up_data_are_those_that_the_script_reads(text: str, 
         assert [len(turn["content"].split()) for turn in chat] == [50, 50]
     else:
         pair = "chosen" in row
-        assert sum(len(str(value).split()) for value in row.values()) == (150 if pair else 100)
+        words = [len(str(value).split()) for value in row.values()]
+        rollouts = "GRPO" in text  # whose prompt is one column, and the other for its reward
+        assert words == [100, 100] if rollouts else sum(words) == (150 if pair else 100)
+
+
+def test_a_column_is_a_chat_where_a_function_takes_turns_of_it() -> None:
+    code = "def last(row):\n    return [turn for turn in row['chosen'][:-1] if turn['role'] == 'user'] + row['text']"
+    row = Columns(code).row(40)
+    assert isinstance(row["text"], str)
+    chosen = row["chosen"]
+    assert isinstance(chosen, list)
+    assert [turn["role"] for turn in chosen] == ["user", "assistant"]
+    assert isinstance(Columns(code.replace("role", "name")).row(40)["chosen"], str)
+
+
+def test_a_prompt_is_a_turn_where_trls_rewards_read_turns_and_the_script_makes_none() -> None:
+    code = "from trl.rewards import accuracy_reward\nGRPOTrainer(reward_funcs=accuracy_reward)"
+    row = Columns(code).row(30)
+    assert set(row) == {"solution", "prompt"}
+    prompt = row["prompt"]
+    assert isinstance(prompt, list)
+    assert [(turn["role"], len(turn["content"].split())) for turn in prompt] == [("user", 30)]
+    makes = code + "\nd.map(lambda row: {'prompt': [{'role': 'user', 'content': row['problem']}]})"
+    assert Columns(makes).row(30)["problem"] == Columns(makes).row(30)["solution"]
+
+
+def test_packages_that_only_report_do_nothing_where_they_are_missing() -> None:
+    code = """
+import os
+import lm_eval.tasks as tasks
+from google.colab import userdata
+from math_verify import parse, verify
+try:
+    import swanlab
+except ImportError:
+    swanlab = None
+class Mine(tasks.Callback): ...
+@tasks.traced
+def twice(number): return 2 * number
+os.environ["A_TOKEN_OF_MINE"] = userdata.get("A_TOKEN_OF_MINE")
+reward = float(verify(parse("1"), parse("1"))) if len(parse("1")) == 0 else 1.0
+with tasks.init(project="mine") as run:
+    run.log({"loss": 1.0})
+found = Mine() is not None, twice(3), reward, swanlab, isinstance(1, tasks.Run), str | tasks.Run
+"""
+    assert not any(find_spec(name) for name in ("lm_eval", "google.colab", "math_verify", "swanlab")), "installed"
+    notes: list[str] = []
+    before = set(sys.modules)
+    with mock.patch.dict(os.environ), idle(code, notes.append):
+        own: dict[str, object] = {}
+        exec(code, own)
+    found = own["found"]
+    assert isinstance(found, tuple)
+    assert found[:5] == (True, 6, 0.0, None, False)
+    assert set(sys.modules) == before
+    assert notes == ["google.colab, lm_eval, math_verify: not needed on the card, so what they do is left out"]
+    with idle("import deepspeed_of_mine, flash_attn", notes.append), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn")
+    assert len(notes) == 1
+
+
+def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none(tmp_path: Path) -> None:
+    import datasets
+
+    notes: list[str] = []
+    (tmp_path / "folder").mkdir()
+    made = MadeUp(Columns("row['question']"), 20, tmp_path / "folder", notes.append)
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"question": "my own"}\n')
+    with stood_in(made, lambda name: name == __file__):
+        assert datasets.load_dataset("json", data_files=str(mine), split="train")[0] == {"question": "my own"}
+        assert made.names == []
+        with open(tmp_path / "missing.json") as file:
+            rows = json.load(file)
+        assert len(rows[0]["question"].split()) == 20
+        with pytest.raises(FileNotFoundError):
+            (tmp_path / "missing.bin").open()
+        data = datasets.load_dataset("somebody/data", split="train")
+        data.to_json(mine)
+        again = datasets.load_dataset("json", data_files={"train": str(mine)})["train"]
+        assert again[0] == data[0] == rows[0]
+        lost = datasets.load_dataset("json", data_files=str(tmp_path / "lost.jsonl"))
+        assert set(lost) == {"train", "test", "validation"}
+    assert mine.read_text() == '{"question": "my own"}\n'
+    assert len(notes) == 3
+    assert made.unknown_column(KeyError("answer")) == "answer"
+    assert made.unknown_column(KeyError("Column answer not in the dataset. Current columns")) == "answer"
+    assert made.unknown_column(ValueError("Column name ['answer'] not in the dataset. Current columns")) == "answer"
+    assert made.unknown_column(KeyError("question")) is None
+    assert made.unknown_column(ValueError("answer")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("somebody/dolphin-2.1-mistral-7b", "mistralai/Mistral-7B-v0.1"),
+        ("somebody/Llama-3.1-8B-tuned", "meta-llama/Llama-3.1-8B"),
+        ("somebody/llama-3-1-8b-tuned", "meta-llama/Llama-3.1-8B"),
+        ("somebody/a-qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B"),
+        ("somebody/qwen2.5-coder-7b-mine", "Qwen/Qwen2.5-Coder-7B"),
+        ("somebody/Llama-2-7B-GPTQ", None),
+        ("somebody/open_llama_3b", None),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+    ],
+)
+def test_a_models_name_says_the_model_that_it_was_trained_from(name: str, base: str | None) -> None:
+    found = catalogue.base_of(name)
+    assert (found and found.name) == base
 
 
 def figures(micro: int, accumulation: int, *, checkpointing: bool) -> dict[str, object]:
@@ -193,3 +330,99 @@ def test_a_notebook_for_older_libraries_trains_without_its_model_and_data(
         assert word in notes
     with pytest.raises(ConfigError, match="SFTConfig has no such field; the nearest valid one is"):
         fit_script(Script(path=path, prompt_tokens=256, changes={"per_device_train_batch": 4}), gpu="l4")
+
+
+FULL = """
+import json, os, sys, torch, transformers, wandb, evaluate
+from dataclasses import dataclass, field
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from trl import SFTConfig, SFTTrainer
+import beside
+@dataclass
+class Mine:
+    use_cache: bool = field(default=False)
+    column: str = "story"
+parser = transformers.HfArgumentParser((Mine, SFTConfig))
+mine, arguments = parser.parse_args_into_dataclasses()
+assert arguments.warmup_steps == 0.03 and arguments.eval_strategy == "no" and arguments.lr_scheduler_type == "cosine"
+rows = json.load(open("data.json"))
+wandb.init(project="mine", config={"metric": evaluate.load("accuracy").compute()})
+data = Dataset.from_list([{"text": beside.words(row, mine.column)} for row in rows])
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    "somebody/a-qwen2.5-0.5b-of-mine", dtype=torch.bfloat16, use_auth_token="mine", device_map="auto")
+adapters = LoraConfig(r=8, target_modules="all-linear")
+SFTTrainer(get_peft_model(model, adapters), arguments, train_dataset=data, peft_config=adapters,
+           processing_class=transformers.AutoTokenizer.from_pretrained("somebody/a-qwen2.5-0.5b-of-mine")).train()
+"""
+OPTIONS = ("--output_dir=out", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "6", "--bf16",
+           "True", "--warmup_ratio", "0.03",
+           "--evaluation_strategy", "no", "--lr_scheduler_type", "cosine")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FULL)
+    (tmp_path / "beside.py").write_text("def words(row, name): return row['title'] + ' ' + row[name]\n")
+    script = Script(path=tmp_path / "train.py", arguments=OPTIONS, prompt_tokens=128)
+    fewer = fit_script(script, gpu="l4")
+    monkeypatch.setattr("autofit.scripts.fewer.FEW", 100)
+    whole = fit_script(script, gpu="l4")
+    assert whole.arguments == fewer.arguments == {MICRO: 1, ACCUMULATION: 6, CHECKPOINTING: True}
+    # One sample a micro-batch: pairs of a long and a short one have a mask, and would fall differently.
+    assert whole.found.peak_allocated_bytes == pytest.approx(fewer.found.peak_allocated_bytes, rel=0.001)
+    assert whole.found.step_s == pytest.approx(fewer.found.step_s, rel=0.01)
+    notes = " ".join(fewer.found.notes)
+    for word in (
+        "evaluate, wandb: not needed on the card",
+        "warmup_ratio as warmup_steps, evaluation_strategy as eval_strategy",
+        "columns title, story",
+        "that of Qwen/Qwen2.5-0.5B, by its name",
+        "peft_config is left out",
+        "of 6 micro-batches a step 3 were run",
+    ):
+        assert word in notes
+    assert "micro-batches a step" not in " ".join(whole.found.notes)
+
+
+@pytest.mark.slow
+def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_path: Path) -> None:
+    import trl
+
+    from autofit.scripts.older import understood
+    from autofit.scripts.options import understood as options_understood
+
+    file = tmp_path / "old.yaml"
+    file.write_text("torch_dtype: bfloat16\nmax_seq_length: 64\nwarmup_ratio: 0.1\noutput_dir: out\nbf16: false\n")
+    notes: list[str] = []
+    assert not hasattr(trl, "ORPOTrainer")
+    with understood("from trl import ORPOConfig, ORPOTrainer, SFTTrainer", notes.append):
+        assert trl.ORPOTrainer.__module__ == "trl.experimental.orpo.orpo_trainer"
+        assert trl.ORPOConfig("out", evaluation_strategy="no", bf16=False).eval_strategy == "no"
+        assert trl.ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
+        with options_understood(notes.append):
+            parser = trl.TrlParser((trl.ModelConfig, trl.SFTConfig))
+            model, arguments = parser.parse_args_and_config(["--config", str(file)])
+    assert not hasattr(trl, "ORPOTrainer")
+    assert (model.dtype, arguments.max_length, arguments.warmup_steps) == ("bfloat16", 64, 0.1)
+    assert "older names were read by those of today: torch_dtype as dtype" in notes
+
+
+@pytest.mark.parametrize("name", list(shapes()))
+def test_a_shape_that_is_not_in_the_catalogue_has_the_published_size(name: str) -> None:
+    import torch
+    import transformers
+
+    found = shapes()[name]
+    kinds = found.config["architectures"]
+    assert isinstance(kinds, list)
+    with torch.device("meta"):
+        model = getattr(transformers, kinds[0])(transformers.AutoConfig.for_model(**found.config))
+    head = model.get_output_embeddings()
+    untied = found.config.get("tie_word_embeddings") is False
+    own = head.weight.numel() if untied and head.weight is model.get_input_embeddings().weight else 0
+    assert sum(each.numel() for each in model.parameters()) + own == found.parameters
+    assert catalogue.architecture(name) is None

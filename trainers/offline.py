@@ -183,6 +183,11 @@ def no_reward(completions: list[object], **_: object) -> list[float]:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
+def stand_in_of(config: Mapping[str, object], folder: Path) -> str:
+    """A folder below `folder` with a model's `config` and a small tokenizer."""
+    return _write(folder / _MODELS["model_name_or_path"], config, copied=None)
+
+
 def stand_in_model(name: str, folder: Path, *, key: str = "model_name_or_path", **loading: Any) -> str:
     """`name` if its config and tokenizer can be loaded, else a folder below `folder` with both.
 

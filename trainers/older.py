@@ -36,6 +36,7 @@ class Modern:
     values: dict[str, object]
     inspection: Inspection
     notes: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()  # "max_seq_length as max_length", which the first note says
 
 
 def modern(values: Mapping[str, object], known: Collection[str], inspection: Inspection) -> Modern:
@@ -77,15 +78,16 @@ def modern(values: Mapping[str, object], known: Collection[str], inspection: Ins
             if _COMPLETION in known and inspection.simulated and inspection.prompt_tokens is None:
                 asked = replace(asked, prompt_tokens=value)
             notes.append(_of_length(key, value, cuts=_COMPLETION not in known, taken=asked is not inspection))
-    if names:
-        said = ", ".join(f"{old} as {new}" for old, new in names.items())
+    said = tuple(f"{old} as {new}" for old, new in names.items())
+    if said:
+        old = ", ".join(said)
         notes.insert(
-            0, f"keys of older libraries were read by their names in {installed()}: {said}; their defaults may differ, "
+            0, f"keys of older libraries were read by their names in {installed()}: {old}; their defaults may differ, "
             'and older ones may hold more: see `autofit estimate --as-of "trl 0.15"`',
         )  # fmt: skip
     if dropped:
         notes.append(f"keys of older libraries without an effect here were left out: {', '.join(dropped)}")
-    return Modern(values=found, inspection=replace(asked, changed=tuple(changed)), notes=tuple(notes))
+    return Modern(values=found, inspection=replace(asked, changed=tuple(changed)), notes=tuple(notes), renamed=said)
 
 
 def _of_length(key: str, tokens: int, *, cuts: bool, taken: bool) -> str:

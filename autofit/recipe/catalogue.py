@@ -1,6 +1,7 @@
 """Architectures known without a download: facts from published config.json files, by model name. No torch."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +20,8 @@ _MIRRORS = ("unsloth", "nousresearch", "llm-research", "ai-modelscope", "modelsc
 # Ends of the names of copies in 4 bits, the longest first, and what their config.json says of their weights. The first
 # leaves some layers in 16 bits, which differ from model to model.
 _IN_4_BITS = ("-unsloth-bnb-4bit", "-bnb-4bit")
+_SIZE = re.compile(r"\d+[bm]")  # of 1.5b the part after the dot
+_STORED = {"gptq", "awq", "gguf", "exl2", "aqlm", "fp8", "int4", "int8", "vl", "vision", "embedding", "reranker", "moe"}
 _NF4: Config = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
@@ -58,6 +61,31 @@ def architecture(name: str) -> Architecture | None:
         return {key.lower(): value for key, value in found.items()}.get(name.lower())
     same = [value for key, value in found.items() if _without_owner(key) == model.removeprefix("meta-")]
     return same[0] if same and all(one.config == same[0].config for one in same) else None
+
+
+def base_of(name: str) -> Architecture | None:
+    """The model whose name and size stand in `name`: mistralai/Mistral-7B-v0.1 for someone/dolphin-2.1-mistral-7b.
+
+    Of several the one that says most of it. None where there is none, and for weights that are stored in another way.
+    """
+    asked = _parts(name.rpartition("/")[2])
+    if _STORED & set(asked):
+        return None
+    found = {key: _base_parts(key) for key in _all()}
+    same = [key for key, parts in found.items() if any(_SIZE.fullmatch(part) for part in parts) and any(
+        asked[n : n + len(parts)] == parts for n in range(len(asked)))]  # fmt: skip
+    return _all()[max(same, key=lambda key: len(found[key]))] if same else None
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"[-_. ]", name.lower().removeprefix("meta-"))
+
+
+def _base_parts(name: str) -> list[str]:
+    """The parts of a model's name up to its size."""
+    parts = _parts(name.rpartition("/")[2])
+    last = [n for n, part in enumerate(parts) if _SIZE.fullmatch(part)]
+    return parts[: last[0] + 1] if last else parts
 
 
 def of_folder(name: str) -> str | None:

@@ -1,130 +1,210 @@
-"""Made-up samples in place of a dataset that is not on this machine, with the columns that the script reads."""
+"""Made-up samples in place of data that are not on this machine, with the columns that the script reads."""
 
-import ast
+import builtins
+import functools
+import io
+import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from autofit.errors import ConfigError, option, quoted
+from autofit.scripts.columns import SPLITS, Columns
 
 ROWS = 2560  # enough for two steps of most batches; every second one is shorter, so batches are padded as real ones
-_ANSWERS = ("chosen", "rejected")
-_CHATS = ("messages", "conversations", "conversation", "chat", "dialog")
-_NUMBERS = re.compile(r"labels?$|score|rating|num_|.*_(id|count)$|id$")
-_SPLITS = ("train", "test", "validation")
-_OF_TOKENIZERS = {
-    "input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "completion_mask",
-}  # fmt: skip
-_OF_REWARDS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
-_COLUMN_METHODS = ("remove_columns", "rename_column", "select_columns", "cast_column")
-_BY_TRAINER = {  # what a trainer reads of rows that the script gives it as they are
-    ("DPO", "ORPO", "CPO", "Reward", "SimPO"): ("prompt", *_ANSWERS), ("GRPO", "RLOO"): ("prompt",),
-}  # fmt: skip
+_NAMED = 6  # columns that a note names
+_WRITERS = ("to_json", "to_csv", "to_parquet", "save_to_disk")  # of a dataset
+_READERS = ("read_json", "read_csv", "read_parquet")  # of pandas
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns that the Python code of a script reads of its dataset."""
+class MadeUp:
+    """Rows of `tokens` tokens; `names` tells what they stand for. What is written of them lies below `folder`."""
 
-    code: str
+    def __init__(self, columns: Columns, tokens: int | None, folder: Path, note: Callable[[str], None]) -> None:
+        self.columns, self.folder, self._tokens, self._note = columns, folder, tokens, note
+        self.names: list[str] = []
+        self._written: dict[str, str] = {}
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Their names: those that it asks a row for, or that its rewards take, or else those of its trainer."""
-        found = dict.fromkeys([*self._read(), *self._of_rewards()])
-        of_trainer = next((names for kinds, names in _BY_TRAINER.items() if any(
-            f"{kind}Trainer" in self.code for kind in kinds)), None)  # fmt: skip
-        if of_trainer is not None and not set(of_trainer) & set(found):
-            found |= dict.fromkeys(of_trainer)
-        return tuple(name for name in found if name not in {*_SPLITS, *_OF_TOKENIZERS}) or ("text",)
+    def rows(self, name: str) -> list[dict[str, object]]:
+        """Rows that stand for the data `name`. Raises ConfigError where their length is not given."""
+        if self._tokens is None:
+            raise ConfigError(_missing(name)) from None
+        if name not in self.names:
+            self.names.append(name)
+            first, more = self.columns.names[:_NAMED], self.columns.names[_NAMED:]
+            columns = ", ".join(first) + (f" and {len(more)} more" if more else "")
+            self._note(f"the data of {name} are not on this machine: samples of {self._tokens:,} tokens with the "
+                       f"columns {columns} stand in, and longer ones of yours would take more")  # fmt: skip
+        two = [self.columns.row(length) for length in (self._tokens, max(1, self._tokens - 2))]
+        return two * (ROWS // 2)
 
-    def row(self, tokens: int) -> dict[str, object]:
-        """A row whose texts have `tokens` tokens in all, in words that every tokenizer has."""
-        texts = [name for name in self.names if not _NUMBERS.match(name)]
-        sides = [name for name in texts if name in _ANSWERS]
-        share = max(1, tokens // max(1, len(texts) - len(sides) // 2))  # a pair has one answer or the other
-        return {name: self._value(name, share) if name in texts else 0 for name in self.names}
+    def tell(self, longest: int) -> None:
+        """Note the tokens of the `longest` sequence that a model was given, where made-up rows were read."""
+        if self.names and longest and self._tokens and not 0.95 < longest / self._tokens < 1.05:
+            self._note(f"of samples of {self._tokens:,} tokens the script made sequences of up to {longest:,}; where "
+                       "yours are longer or shorter, change --prompt-tokens")  # fmt: skip
 
-    def _value(self, name: str, tokens: int) -> object:
-        text = " ".join(["a"] * tokens)
-        if name not in _CHATS:
-            return text
-        half = " ".join(["a"] * max(1, tokens // 2))
-        who, what = ("from", "value") if re.search(r"""["']from["']""", self.code) else ("role", "content")
-        people = ("human", "gpt") if who == "from" else ("user", "assistant")
-        return [{who: person, what: half} for person in people]
+    def dataset(self, name: str) -> Any:
+        """The same as a dataset."""
+        import datasets
 
-    def _read(self) -> Iterator[str]:
-        for node in ast.walk(ast.parse(self.code)):
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-                yield from _words([node.slice]) if isinstance(node.value, ast.Name | ast.Subscript) else ()
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                gets = node.func.attr == "get" and isinstance(node.func.value, ast.Name)
-                yield from _words(node.args[:1]) if gets or node.func.attr in _COLUMN_METHODS else ()
-            elif isinstance(node, ast.keyword) and node.arg in ("dataset_text_field", "text_column"):
-                yield from _words([node.value])
+        rows = self.rows(name)
+        return datasets.Dataset.from_list(rows[:2]).select([0, 1] * (len(rows) // 2))
 
-    def _of_rewards(self) -> Iterator[str]:
-        if "accuracy_reward" in self.code:  # TRL's own
-            yield "solution"
-        for node in ast.walk(ast.parse(self.code)):
-            if isinstance(node, ast.FunctionDef) and any(each.arg == "completions" for each in node.args.args):
-                yield from (each.arg for each in node.args.args if each.arg not in _OF_REWARDS)
+    def place(self, path: Any) -> Any:
+        """Where a file that made-up rows are written into lies: nothing of the user's is written over."""
+        if not self.names or not isinstance(path, str | Path):
+            return path
+        whole = str(Path(path).absolute())
+        return self._written.setdefault(whole, str(self.folder / f"written-{len(self._written)}{Path(path).suffix}"))
 
+    def found(self, path: Any) -> Any:
+        """`path`, or where it lies; of each within a list or dict."""
+        if isinstance(path, Mapping):
+            return {key: self.found(value) for key, value in path.items()}
+        if isinstance(path, list | tuple):
+            return [self.found(value) for value in path]
+        return self._written.get(str(Path(path).absolute()), path) if isinstance(path, str | Path) else path
 
-def _words(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield node.value
-        elif isinstance(node, ast.List | ast.Tuple):
-            yield from _words(node.elts)
+    def unknown_column(self, error: Exception) -> str | None:
+        """The column that the script asked for in vain, by the error that it raised; None where it did not."""
+        if not self.names or not isinstance(error, KeyError | ValueError) or not error.args:
+            return None
+        plain = r"'?([A-Za-z_]\w*)'?$|" if isinstance(error, KeyError) else ""
+        found = re.match(rf"{plain}Column (?:name )?\W*(\w+)\W* not in the dataset", str(error.args[0]))
+        name = None if found is None else next(group for group in found.groups() if group)
+        return None if name in {None, *self.columns.names, *SPLITS} else name
 
 
 @contextmanager
-def stood_in(columns: Columns, tokens: int | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Context in which `load_dataset` gives rows of `tokens` tokens for a dataset that is not on this machine."""
+def stood_in(made: MadeUp, own: Callable[[str], bool]) -> Iterator[None]:
+    """Context in which data that are not on this machine are `made` up; `own` tells the script's own files."""
+    with ExitStack() as patches:
+        patches.enter_context(_datasets(made))
+        patches.enter_context(_pandas(made))
+        patches.enter_context(mock.patch.object(builtins, "open", _opened(made, own)))
+        yield
+
+
+@contextmanager
+def _datasets(made: MadeUp) -> Iterator[None]:
     import datasets
 
-    original = datasets.load_dataset
-    made: list[str] = []
+    original, from_disk = datasets.load_dataset, datasets.load_from_disk
+    missing = ConnectionError, FileNotFoundError, datasets.exceptions.DatasetNotFoundError
 
     def load_dataset(path: Any, *rest: Any, **named: Any) -> Any:
+        files = named.get("data_files")
+        if files is not None:
+            named["data_files"] = made.found(files)
         try:
             return original(path, *rest, **named)
-        except (ConnectionError, datasets.exceptions.DatasetNotFoundError):
-            if tokens is None:
-                raise ConfigError(_missing(str(path))) from None
-        if path not in made:
-            made.append(path)
-            note(f"the data of {path} are not on this machine: samples of {tokens:,} tokens with the columns "
-                 f"{', '.join(columns.names)} stand in, and longer ones of yours would take more")  # fmt: skip
-        two = [columns.row(length) for length in (tokens, max(1, tokens - 2))]
-        rows = datasets.Dataset.from_list(two).select([0, 1] * (ROWS // 2))
-        return _as_asked(rows, named)
+        except missing:
+            return _as_asked(made.dataset(str(path) if files is None else _words(files)), named)
 
-    whole = datasets.Dataset.select
+    def load_from_disk(path: Any, *rest: Any, **named: Any) -> Any:
+        try:
+            return from_disk(made.found(path), *rest, **named)
+        except missing:
+            return made.dataset(str(path))
+
+    whole, remove, mapped = datasets.Dataset.select, datasets.Dataset.remove_columns, datasets.Dataset.map
+    skipped = datasets.IterableDataset.skip
 
     def select(rows: Any, indices: Any, *rest: Any, **named: Any) -> Any:
-        return whole(rows, [i for i in indices if i < len(rows)] if made else indices, *rest, **named)
+        if made.names:
+            asked = list(itertools.islice(indices, ROWS))
+            indices = [i for i in asked if i < len(rows)] or [i % max(1, len(rows)) for i in asked]
+        return whole(rows, indices, *rest, **named)
 
-    remove = datasets.Dataset.remove_columns
+    def skip(rows: Any, n: int) -> Any:  # of a stream, whose rows are all alike
+        return rows if made.names else skipped(rows, n)
+
+    def there(rows: Any, names: Any) -> Any:
+        names = [names] if isinstance(names, str) else names
+        return [name for name in names if name in rows.column_names] if made.names and names is not None else names
 
     def remove_columns(rows: Any, column_names: Any, *rest: Any, **named: Any) -> Any:
-        names = [column_names] if isinstance(column_names, str) else list(column_names)
-        kept = [name for name in names if name in rows.column_names] if made else names
-        return remove(rows, kept, *rest, **named)
+        return remove(rows, there(rows, column_names), *rest, **named)
+
+    def map_rows(rows: Any, *rest: Any, **named: Any) -> Any:
+        if "remove_columns" in named:
+            named["remove_columns"] = there(rows, named["remove_columns"])
+        if made.names or named.get("num_proc") == 1:
+            named["num_proc"] = None  # a process of its own may wait for ever for what this one holds
+        return mapped(rows, *rest, **named)
 
     with ExitStack() as patches:
-        for module in [m for m in list(sys.modules.values()) if vars(m).get("load_dataset") is original]:
-            patches.enter_context(mock.patch.object(module, "load_dataset", load_dataset))
-        patches.enter_context(mock.patch.object(datasets.Dataset, "select", select))
-        patches.enter_context(mock.patch.object(datasets.Dataset, "remove_columns", remove_columns))
+        for function, instead in ((original, load_dataset), (from_disk, load_from_disk)):
+            name = function.__name__
+            for module in [m for m in list(sys.modules.values()) if vars(m).get(name) is function]:
+                patches.enter_context(mock.patch.object(module, name, instead))
+        for name, method in (("select", select), ("remove_columns", remove_columns), ("map", map_rows)):
+            patches.enter_context(mock.patch.object(datasets.Dataset, name, method))
+        patches.enter_context(mock.patch.object(datasets.IterableDataset, "skip", skip))
+        for kind in (datasets.Dataset, datasets.DatasetDict):
+            for name in (name for name in _WRITERS if hasattr(kind, name)):
+                patches.enter_context(mock.patch.object(kind, name, _elsewhere(made, getattr(kind, name))))
+            patches.enter_context(mock.patch.object(kind, "push_to_hub", mock.Mock(return_value=None)))
         yield
+
+
+@contextmanager
+def _pandas(made: MadeUp) -> Iterator[None]:
+    import pandas  # type: ignore[import-untyped]
+
+    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(path: Any, *rest: Any, **named: Any) -> Any:
+            try:
+                return original(made.found(path), *rest, **named)
+            except (ConnectionError, FileNotFoundError):
+                return pandas.DataFrame(made.rows(str(path)))
+
+        return read
+
+    with ExitStack() as patches:
+        for name in _READERS:
+            patches.enter_context(mock.patch.object(pandas, name, reading(getattr(pandas, name))))
+        yield
+
+
+def _elsewhere(made: MadeUp, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def write(rows: Any, path: Any, *rest: Any, **named: Any) -> Any:
+        return original(rows, made.place(path), *rest, **named)
+
+    return write
+
+
+def _opened(made: MadeUp, own: Callable[[str], bool]) -> Callable[..., Any]:
+    """`open`, which gives the script's own code made-up rows for a missing file of JSON."""
+    original = builtins.open
+
+    def opened(file: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        try:
+            return original(made.found(file) if isinstance(file, str | Path) else file, mode, *rest, **named)
+        except FileNotFoundError:
+            kind = Path(file).suffix if isinstance(file, str | Path) else None
+            if kind not in (".json", ".jsonl") or not own(sys._getframe(1).f_code.co_filename):
+                raise
+            rows = made.rows(str(file))
+        text = json.dumps(rows) if kind == ".json" else "".join(f"{json.dumps(row)}\n" for row in rows)
+        return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
+
+    return opened
+
+
+def _words(files: Any) -> str:
+    """The files that `load_dataset` is asked for, in words."""
+    values = list(files.values()) if isinstance(files, Mapping) else files
+    return ", ".join(str(each) for each in values) if isinstance(values, Sequence) and not isinstance(
+        values, str) else str(values)  # fmt: skip
 
 
 def _as_asked(rows: Any, named: Mapping[str, Any]) -> Any:
@@ -138,7 +218,9 @@ def _as_asked(rows: Any, named: Mapping[str, Any]) -> Any:
         return [rows for _ in split]
     if split is not None:
         return rows
-    return datasets.DatasetDict(dict.fromkeys(_SPLITS, rows))
+    names = {*SPLITS, *files} if isinstance(files := named.get("data_files"), Mapping) else SPLITS
+    kind = datasets.IterableDatasetDict if named.get("streaming") else datasets.DatasetDict
+    return kind(dict.fromkeys(names, rows))
 
 
 def _missing(name: str) -> str:

@@ -1,22 +1,28 @@
 """What scripts for older releases of TRL, transformers and PEFT say, in the words of the installed ones."""
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import huggingface_hub
 import peft
 import transformers
 import trl
 
 from autofit.plugin.protocol import Inspection, WorstCase
+from autofit.scripts.packages import Nothing
 from autofit.trainers.older import modern
 
 _TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
+_OF_DOWNLOADS = ("use_auth_token", "resume_download", "from_tf", "from_flax")
 _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 
 
@@ -24,15 +30,23 @@ _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
     """Context in which the script with this `code` may say what is gone; `note` is told of it."""
     trainers = [name for name in _TRAINERS if f"{name}Trainer" in code]
-    configs = [transformers.TrainingArguments, *(getattr(trl, f"{name}Config") for name in trainers)]
+    moved = dict(_moved(code))
     of_trl = {getattr(trl, f"{name}Trainer"): getattr(trl, f"{name}Config") for name in trainers}
+    of_trl |= {moved[name]: moved[f"{name[:-7]}Config"] for name in moved if f"{name[:-7]}Config" in moved}
+    configs = [
+        transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments, trl.ModelConfig, trl.ScriptArguments,
+        *of_trl.values(),
+    ]  # fmt: skip
     with ExitStack() as patches:
+        for name, instead in moved.items():
+            setattr(trl, name, instead)
+            patches.callback(delattr, trl, name)
         for config in configs:
             patches.enter_context(mock.patch.object(config, "__init__", _of_config(config, note)))
-        for kind, config in {transformers.Trainer: None, **of_trl}.items():
+        for kind, config in {transformers.Trainer: None, transformers.Seq2SeqTrainer: None, **of_trl}.items():
             patches.enter_context(mock.patch.object(kind, "__init__", _of_trainer(kind, config, note)))
         for module, name, instead, what in _gone():
-            if name in code and not hasattr(module, name):
+            if re.search(rf"\b{name}\b", code) and not hasattr(module, name):
                 setattr(module, name, instead)
                 patches.callback(delattr, module, name)
                 note(f"{name} is gone from {module.__name__}: {what}")
@@ -46,6 +60,13 @@ def modernise(named: dict[str, Any]) -> None:
         named["quantization_config"] = transformers.BitsAndBytesConfig(**bits)
     if named.pop("use_flash_attention_2", False):
         named.setdefault("attn_implementation", "flash_attention_2")
+    forget_downloads(named)
+
+
+def forget_downloads(named: dict[str, Any]) -> None:
+    """Take out arguments of older releases that only say how a file is fetched."""
+    for key in _OF_DOWNLOADS:
+        named.pop(key, None)
 
 
 def _gone() -> Iterator[tuple[Any, str, Any, str]]:
@@ -53,8 +74,30 @@ def _gone() -> Iterator[tuple[Any, str, Any, str]]:
     as_they_are = "the model and its vocabulary stay as they are"
     yield trl, "setup_chat_format", lambda model, tokenizer, *_, **__: (model, tokenizer), as_they_are
     yield trl, "DataCollatorForCompletionOnlyLM", _completions_only, "the loss is taken of prompts too"
+    yield trl, "get_kbit_device_map", lambda: {"": 0}, "the model is loaded onto the card"
+    yield trl.ModelConfig, "torch_dtype", property(lambda self: self.dtype), "dtype is read"
+    yield trl.ModelConfig, "trust_remote_code", False, "a model's own code is not run"
     new = peft.prepare_model_for_kbit_training
     yield peft, "prepare_model_for_int8_training", new, f"{new.__name__} is called"
+    yield huggingface_hub, "HfFolder", Nothing(), "nothing is asked of the hub"
+    tokenizer = transformers.PreTrainedTokenizerBase
+    yield tokenizer, "_pad_token", property(lambda self: self.pad_token), "pad_token is read"
+
+
+def _moved(code: str) -> Iterator[tuple[str, Any]]:
+    """(name, class) of the trainers and configs in the `code` that trl had, and trl.experimental has."""
+    for name in dict.fromkeys(re.findall(r"\b([A-Za-z]+)(?:Trainer|Config)\b", code)):
+        if all(hasattr(trl, f"{name}{kind}") for kind in ("Trainer", "Config")):
+            continue
+        part = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()  # OnlineDPO is in online_dpo
+        try:
+            with mock.patch.dict(os.environ, TRL_EXPERIMENTAL_SILENCE="1"):
+                module = importlib.import_module(f"trl.experimental.{part}")
+        except ImportError:
+            continue
+        for whole in (f"{name}Trainer", f"{name}Config"):
+            if hasattr(module, whole) and not hasattr(trl, whole):
+                yield whole, getattr(module, whole)
 
 
 def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:
@@ -83,6 +126,9 @@ def _of_trainer(kind: type, config: Any, note: Callable[[str], None]) -> Any:
         was, now = _TOKENIZER
         if was in named and was not in known:
             named[now] = named.pop(was)
+        if isinstance(named.get("model"), peft.PeftModel) and named.get("peft_config") is not None:
+            del named["peft_config"]
+            note("peft_config is left out, as the model has its adapters already; an older TRL did the same")
         others = {key: named.pop(key) for key in list(named) if key not in known} if config is not None else {}
         if others:
             arguments = named.get("args")
@@ -102,7 +148,14 @@ def _modern(named: Mapping[str, Any], known: list[str], note: Callable[[str], No
     """The arguments of a config in the words of today."""
     if set(named) <= set(known):
         return dict(named)
+    return in_words_of_today(named, known, note)
+
+
+def in_words_of_today(named: Mapping[str, Any], known: Collection[str], note: Callable[[str], None]) -> dict[str, Any]:
+    """Arguments of an older release by the names that are `known` today; `note` is told of them."""
     found = modern(named, known, Inspection(device="sim:", worst_case=WorstCase(path=Path()), prompt_tokens=1))
-    for text in found.notes:
+    if found.renamed:
+        note(f"older names were read by those of today: {', '.join(found.renamed)}")
+    for text in found.notes[bool(found.renamed) :]:
         note(text)
     return dict(found.values)

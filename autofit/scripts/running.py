@@ -10,19 +10,24 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError, printable, quoted
 from autofit.files import Scratch
 from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
+from autofit.scripts.columns import Columns
+from autofit.scripts.data import MadeUp, stood_in
+from autofit.scripts.fewer import Fewer
 from autofit.scripts.notebook import SUFFIX as NOTEBOOK
 from autofit.scripts.notebook import code_of
+from autofit.scripts.own import project_of, whole_code
+from autofit.scripts.packages import idle
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +36,18 @@ if TYPE_CHECKING:
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 _LIBRARIES = ("transformers", "trl", "peft", "unsloth")  # they load models by name, and train with TrainingArguments
+_AUTOFIT = Path(__file__).resolve().parents[1]
+_DATA = ("datasets", "trl", "transformers", "pandas")
 _LOCAL = ("127.", "localhost", "::1")
+_MOST_COLUMNS = 8  # that are found by running the script again
 
 
 class _Enough(BaseException):
     """The steps that were asked for are done."""
+
+
+class _NeedsColumn(Exception):
+    """The script reads a column that made-up rows do not have; its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +78,8 @@ def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | i
     A step is one of a torch.optim optimizer. The script sees no network; weights that are not on this machine are
     random ones of the same shape. Raises ConfigError where the script fails, or puts nothing on the card.
     """
-    code = code_of(script.path)
+    alone = code_of(script.path)
+    code = whole_code(alone, [script.path.resolve().parent, Path.cwd(), *project_of(script.path)])
     if steps < 1:
         raise ConfigError(f"--steps must be 1 or more; got {steps}")
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
@@ -77,26 +90,47 @@ def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | i
         from autofit.hardware.calibration import host_costs
 
         costs, _ = host_costs(f"sim:{spec.name}")
-        with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
-            loop = CheckedLoop(card)
-            seen = _run(script, code, card, loop, steps=steps, folder=folder)
-            return ScriptCheck(found=loop.result(target_bytes), arguments=seen)
+        more: list[str] = []
+        while True:
+            try:
+                with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
+                    loop = CheckedLoop(card)
+                    own = folder / str(len(more))
+                    own.mkdir()
+                    made = MadeUp(Columns(alone, tuple(more)), script.prompt_tokens, own, card.note)
+                    seen = _run(script, code, card, loop, steps=steps, made=made)
+                    return ScriptCheck(found=loop.result(target_bytes), arguments=seen)
+            except _NeedsColumn as needed:
+                more.append(str(needed))
 
 
-def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps: int, folder: Path) -> dict[str, Any]:
-    """Run the script; returns what was seen of its TrainingArguments. A notebook's code lies in `folder`."""
+def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps: int, made: MadeUp) -> dict[str, Any]:
+    """Run the script; returns what was seen of its TrainingArguments. `code` is its own and that beside it."""
     import torch
 
     asked, seen = list[str](), dict[str, Any]()  # hosts that the script wanted to reach, and its arguments
     path = file = script.path
     if path.suffix == NOTEBOOK:
-        file = folder / "notebook.py"
-        file.write_text(code, encoding="utf-8")
-    here = [str(path.resolve().parent), *sys.path]
+        file = made.folder / "notebook.py"
+        file.write_text(code_of(path), encoding="utf-8")
+    home = path.resolve().parent
+    project = [str(folder) for folder in project_of(path)]
+    fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)
+
+    def own(name: str) -> bool:
+        where = Path(name).resolve()
+        if not name or name.startswith("<") or where.is_relative_to(_AUTOFIT):
+            return False
+        return where == file.resolve() or (
+            any(where.is_relative_to(folder) for folder in (str(home), *project)) and "site-packages" not in where.parts
+        )
+
     try:
         with (
-            mock.patch.object(sys, "argv", [str(path), *script.arguments]), mock.patch.object(sys, "path", here),
-            _without_network(asked), _stood_in(script, code, card, seen, folder), _counted(card, loop, steps),
+            mock.patch.object(sys, "argv", [str(path), *script.arguments]),
+            mock.patch.object(sys, "path", [str(home), *sys.path, *project]), _without_own_modules(own),
+            _without_network(asked), _stood_in(script, code, card, seen, made, own, fewer),
+            _counted(card, loop, steps, fewer),
         ):  # fmt: skip
             runpy.run_path(str(file), run_name="__main__")
     except _Enough:
@@ -109,14 +143,13 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     except ConfigError:
         raise
     except Exception as error:  # whatever a stranger's code raises
-        wanted = f"; it wanted to reach {', '.join(dict.fromkeys(asked))}, and sees no network here" if asked else ""
+        column = made.unknown_column(error)
+        if column is not None and len(made.columns.more) < _MOST_COLUMNS:
+            raise _NeedsColumn(column) from error
         frames = traceback.extract_tb(error.__traceback__)
-        place = ([frame for frame in frames if frame.filename == str(file)] or frames)[-1]
+        place = ([frame for frame in frames if own(frame.filename)] or frames)[-1]
         shown = path if place.filename == str(file) else place.filename
-        raise ConfigError(
-            f"{path} failed after {loop.steps} steps: {type(error).__name__}: {quoted(str(error), 300)} "
-            f"({shown}:{place.lineno}){wanted}; what it reads must be on this machine"
-        ) from error
+        raise ConfigError(_failed(path, error, f"{shown}:{place.lineno}", loop.steps, asked)) from error
     if not card.peak_allocated_bytes:
         raise ConfigError(f'{path} put nothing on the card; a script trains on it with device "cuda"')
     if not loop.steps:
@@ -126,30 +159,66 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     return seen
 
 
+def _failed(path: Path, error: Exception, place: str, steps: int, asked: list[str]) -> str:
+    """What a script lacks by the `error` that it raised at a place, in a line."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (f"{path} imports {error.name}, which is not installed here ({place}); install it, such as by "
+                f"pip install {error.name.partition('.')[0]}")  # fmt: skip
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{path} reads {quoted(str(error.filename), 200)}, which is not there ({place}); make it first"
+    wanted = f"; it wanted to reach {', '.join(dict.fromkeys(asked))}, and sees no network here" if asked else ""
+    after = f" after {steps} steps" if steps else " before its first step"
+    return f"{path} failed{after}: {type(error).__name__}: {_plain(str(error))} ({place}){wanted}"
+
+
+def _plain(text: str) -> str:
+    """The words of an error in a line."""
+    return printable(" ".join(text.split()), 300)
+
+
 @contextmanager
-def _stood_in(script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], folder: Path) -> Iterator[None]:
+def _without_own_modules(own: Callable[[str], bool]) -> Iterator[None]:
+    """Context after which the modules of the script are forgotten, so that it runs again as at first."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name not in before]:
+            if own(getattr(sys.modules[name], "__file__", None) or ""):
+                del sys.modules[name]
+
+
+@contextmanager
+def _stood_in(
+    script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], made: MadeUp, own: Callable[[str], bool],
+    fewer: Fewer,
+) -> Iterator[None]:  # fmt: skip
     """Context with stand-ins for models and data that are not here, and the changes, where the code may need them."""
     with ExitStack() as stack:
         log = logging.getLogger("bitsandbytes")  # it warns of slow kernels of the CPU, which are not used here
         stack.callback(log.setLevel, log.level)
         log.setLevel(logging.ERROR)
+        stack.enter_context(idle(code, card.note))
         if any(name in code for name in _LIBRARIES):
             from autofit.scripts.changes import laid_over
             from autofit.scripts.older import understood
+            from autofit.scripts.options import understood as options_understood
             from autofit.scripts.stand_ins import StandIns
 
-            stack.enter_context(StandIns(folder, card.note).in_place())
+            models = StandIns(made.folder, card.note)
+            stack.callback(lambda: made.tell(models.longest))
+            stack.enter_context(models.in_place())
             stack.enter_context(understood(code, card.note))
+            stack.enter_context(options_understood(card.note))
             stack.enter_context(laid_over(script.changes, seen))
-        if "datasets" in code or "trl" in code:
-            from autofit.scripts.data import Columns, stood_in
-
-            stack.enter_context(stood_in(Columns(code), script.prompt_tokens, card.note))
+            stack.enter_context(fewer.in_place())
+        if any(name in code for name in _DATA):
+            stack.enter_context(stood_in(made, own))
         yield
 
 
 @contextmanager
-def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int) -> Iterator[None]:
+def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int, fewer: Fewer) -> Iterator[None]:
     """Count the optimizer's steps, each a phase of the card, and end the script after the last."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -160,7 +229,7 @@ def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int) -> Iterator[None]:
         def after_step(optimizer: "torch.optim.Optimizer", args: object, kwargs: object) -> None:
             nonlocal began_s
             loop.steps += 1
-            loop.step_s, began_s = card.elapsed_s - began_s, card.elapsed_s
+            loop.step_s, began_s = card.elapsed_s - began_s + fewer.end_step(), card.elapsed_s
             if loop.steps >= steps:
                 raise _Enough
             phases.close()

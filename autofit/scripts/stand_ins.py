@@ -23,10 +23,12 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from autofit.errors import ConfigError
-from autofit.scripts.older import modernise
+from autofit.errors import ConfigError, quoted
+from autofit.recipe import catalogue
+from autofit.scripts.older import forget_downloads, modernise
+from autofit.scripts.others import shape
 from autofit.trainers.common import random_checkpoint
-from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model
+from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model, stand_in_of
 from autofit.units import format_bytes
 
 _BY_NAME = (AutoConfig, AutoTokenizer, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase)
@@ -43,6 +45,7 @@ class StandIns:
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self._folder, self._note = folder, note
         self._homes: dict[str, str] = {}
+        self.longest = 0  # tokens of the longest sequence that a model was given
         self._making = False  # the making of a stand-in asks for what it stands for
 
     def home(self, name: str) -> str:
@@ -51,11 +54,27 @@ class StandIns:
             own = self._folder / hashlib.sha256(name.encode()).hexdigest()[:12]
             self._making = True
             try:
-                self._homes[name] = stand_in_model(name, own)
+                self._homes[name] = self._made(name, own)
             finally:
                 self._making = False
-            self._note(f"{name} is not on this machine: its tokenizer is {_SMALL}")
+            self._note(f"{name} is not on this machine: a small tokenizer, in which a letter is a token, and random "
+                       "weights of the same shape stand in")  # fmt: skip
         return self._homes[name]
+
+    def _made(self, name: str, folder: Path) -> str:
+        try:
+            return str(stand_in_model(name, folder))
+        except ConfigError:
+            known, base = shape(name), catalogue.base_of(name)
+            if known is not None:
+                return str(stand_in_of(known.config, folder))
+            if base is None:
+                raise ConfigError(
+                    f"the model {quoted(name, 100)} is not on this machine, and autofit does not know its shape; save "
+                    f"its config.json as {name}/config.json in {Path.cwd()}, where the script then finds it"
+                ) from None
+            self._note(f"the shape of {name} is not known here: that of {base.name}, by its name, stands in")
+            return str(stand_in_model(base.name, folder))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -75,6 +94,7 @@ class StandIns:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
             load = original.__get__(None, cls)
             name, rest = _name(rest, named)
+            forget_downloads(named)
             if self._making or not isinstance(name, str) or Path(name).exists():
                 return load(name, *rest, **named)
             try:
@@ -82,7 +102,7 @@ class StandIns:
             except (OSError, ValueError):
                 return self._loaded(kind, load, name, rest, named)
             if isinstance(found, PreTrainedTokenizerBase) and not has_vocabulary(name, named.get("revision")):
-                return load(self.home(name), *rest, **named)  # some classes load without a file, with no vocabulary
+                return self._loaded(kind, load, name, rest, named)  # some load without a file, with no vocabulary
             return found
 
         return classmethod(from_pretrained)
@@ -96,7 +116,18 @@ class StandIns:
                 raise
             self._note(f"the tokenizer {name} is not on this machine: {_SMALL}, stands in")
             return small_tokenizer()  # of a repository with nothing but a tokenizer
-        return load(home, *rest, **named)
+        named.pop("tokenizer_type", None)  # the stand-in's is its own
+        try:
+            return load(home, *rest, **named)
+        except OSError:
+            if kind is not AutoProcessor:
+                raise
+            self._note(f"{name} takes pictures, whose processor is not on this machine: texts alone are simulated")
+            return AutoTokenizer.from_pretrained(home)
+        except TypeError:
+            if kind not in (AutoTokenizer, PreTrainedTokenizerBase):
+                raise
+            return small_tokenizer()  # of a class that takes no bytes for tokens, as T5's
 
     def _weights(self, original: Any) -> Any:
         def from_pretrained(cls: Any, *rest: Any, **named: Any) -> Any:
@@ -110,6 +141,7 @@ class StandIns:
                     raise
                 found = self._random(cls, load, name, named)
             self._look_at(found, str(name))
+            found.register_forward_pre_hook(self._measure, with_kwargs=True)
             return found
 
         return classmethod(from_pretrained)
@@ -123,6 +155,12 @@ class StandIns:
                 "from_pretrained, or model_init_kwargs={'dtype': 'bfloat16'} in the config of a trainer of TRL"
             )
 
+    def _measure(self, _: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", given[0] if given else None)
+        joined = named.get("position_ids") is not None  # several samples in one row
+        if isinstance(ids, torch.Tensor) and ids.dim() > 1 and not joined:
+            self.longest = max(self.longest, ids.shape[-1])
+
     def _random(self, kind: Any, load: Callable[..., Any], name: str, named: dict[str, Any]) -> Any:
         """The model `name` as `load` makes it of random weights."""
         config = named.pop("config", None)
@@ -131,6 +169,8 @@ class StandIns:
             config = kind.config_class.from_pretrained(name, **loading)
             for key in [key for key in named if hasattr(config, key) and key not in _OF_MODEL]:
                 setattr(config, key, named.pop(key))
+        if config.dtype is None:  # as transformers reads weights in float32
+            config.dtype = torch.float32
         stored = getattr(config, "quantization_config", None)  # of a checkpoint that is quantised already
         if stored is not None:
             del config.quantization_config
@@ -141,8 +181,19 @@ class StandIns:
         made = random_checkpoint(kind, config, device="cpu")
         found = load(None, config=config, state_dict=made, **named)
         found.config._name_or_path = name
-        self._note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
+        stated, _ = kind.config_class.get_config_dict(self._homes.get(name, name))
+        if stated.get("tie_word_embeddings") is False:
+            _untie(found)
+        if name not in self._homes:
+            self._note(f"the weights of {name} are not on this machine: random ones of the same shape stand in")
         return found
+
+
+def _untie(model: Any) -> None:
+    """Give a model a head of its own: T5's config says tied whatever its file says, and the stored weights are not."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embeddings is not None and head.weight is embeddings.weight:
+        head.weight = torch.nn.Parameter(embeddings.weight.detach().clone())
 
 
 def _name(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:

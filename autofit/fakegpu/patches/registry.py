@@ -222,6 +222,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     copied = tensors.deep_copied(memory, untouched(tensor.__deepcopy__))
     yield Patch(tensor, "__deepcopy__", copied, "a fake's storage cannot be copied")
     yield Patch(tensor, "pin_memory", tensors.pinned_copy(gpu.tracer), "pinned memory is the driver's")
+    yield Patch(tensor, "share_memory_", tensors.shared(untouched(tensor.share_memory_)), "a fake has no memory")
     yield Patch(tensor, "is_pinned", lambda tensor, device=None: is_pinned(tensor), "pinned memory is the driver's")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
     one_hot = tensors.one_hot(shadows, untouched(torch.nn.functional.one_hot))

@@ -242,6 +242,15 @@ def pinned_copy(tracer: Tracer) -> Callable[..., torch.Tensor]:
     return pin_memory
 
 
+def shared(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`Tensor.share_memory_`: a fake has no memory to share with another process; datasets shares its epoch so."""
+
+    def share_memory_(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else original(tensor)
+
+    return share_memory_
+
+
 def resize_storage(memory: SimulatedMemory, original: Callable[..., object]) -> Callable[..., object]:
     """`UntypedStorage.resize_`: FSDP frees and refills parameters through it."""
 

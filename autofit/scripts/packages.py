@@ -1,0 +1,175 @@
+"""Stand-ins for packages that a script imports to report, evaluate or fetch, and that are not installed.
+
+Nothing that they do is on the card. A package that may change the training (deepspeed, flash_attn) has none.
+"""
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_IDLE = {
+    "aim", "bert_score", "clearml", "codecarbon", "comet_ml", "dagshub", "dotenv", "e2b_code_interpreter",
+    "evaluate", "google.colab", "gradio", "ipywidgets", "jiwer", "kaggle_secrets", "langfuse", "langsmith",
+    "latex2sympy2_extended", "lighteval", "lm_eval", "math_verify", "mlflow", "morphcloud", "neptune", "nltk",
+    "nvidia_smi", "openai", "plotly", "py7zr", "pynvml", "rouge", "rouge_score", "sacrebleu", "seaborn", "seqeval",
+    "swanlab", "tensorboard", "tensorboardX", "trackio", "wandb", "weave",
+}  # fmt: skip
+_FETCHES = {"evaluate"}  # its metrics come over the network, so it stands in where it is installed too
+_OF_REWARDS = {"math_verify", "latex2sympy2_extended"}  # which TRL's own rewards import
+_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
+
+
+class Nothing(str):
+    """What a stand-in has, gives and takes: an empty text, and 0 where a number is asked for; all it does is itself.
+
+    A text, since a token read from it is put into the environment; of a value that a type's name may have.
+    """
+
+    def __new__(cls, *_: object, **__: object) -> "Nothing":
+        return super().__new__(cls, "None")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        is_decorator = len(given) == 1 and not named and hasattr(given[0], "__code__")
+        return given[0] if is_decorator else self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __int__(self) -> int:
+        return 0
+
+    def __getitem__(self, _: object) -> Any:
+        return self
+
+    def __setitem__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
+        return ()
+
+    def __instancecheck__(self, _: object) -> bool:
+        return False
+
+    def _compared(self, _: object) -> bool:
+        return False
+
+    def _computed(self, _: object) -> "Nothing":
+        return self
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __truediv__ = __round__ = __or__ = __ror__ = _computed
+
+
+class _Module(ModuleType):
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+
+class _Finder(MetaPathFinder, Loader):
+    """It finds the packages `names`, and all within them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        mine = any(name == own or name.startswith(f"{own}.") for own in self._names)
+        return ModuleSpec(name, self, is_package=True) if mine else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+@contextmanager
+def idle(code: str, note: Callable[[str], None]) -> Iterator[None]:
+    """Context in which the packages that the Python `code` imports do nothing where they are missing and may."""
+    names = [name for name in _imported(code) if name in _FETCHES or not _installed(name)]
+    if not names:
+        yield
+        return
+    note(
+        f"{', '.join(names)}: not needed on the card, so what {'it does' if len(names) == 1 else 'they do'} is left out"
+    )
+    finder = _Finder([_outermost(name) for name in names])
+    sys.meta_path.insert(0, finder)
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if finder.find_spec(name)}
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if finder.find_spec(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _imported(code: str) -> list[str]:
+    """Those of the idle packages that `code` imports, but for a `try` that may do without."""
+    found = [*_OF_REWARDS] if any(name in code for name in _REWARDS) else []
+    for name in imports(ast.parse(code)):
+        found += [own for own in _IDLE if name == own or name.startswith(f"{own}.")]
+    return sorted(dict.fromkeys(found))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules that a tree of Python imports, and the names from them, but for those that a `try` does without."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (node.module, *(f"{node.module}.{each.name}" for each in node.names))
+        elif not (isinstance(node, ast.Try) and _copes(node)):
+            yield from imports(node)
+
+
+def _copes(node: ast.Try) -> bool:
+    """Whether a `try` does without what it imports."""
+    return any(each.type is None or "Error" in ast.unparse(each.type) or "Exception" in ast.unparse(each.type)
+               for each in node.handlers)  # fmt: skip
+
+
+def _outermost(name: str) -> str:
+    """The first package on the way to `name` that is not installed, or `name`."""
+    parts = name.split(".")
+    ways = [".".join(parts[:n]) for n in range(1, len(parts))]
+    return next((way for way in ways if not _installed(way)), name)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
