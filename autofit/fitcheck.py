@@ -17,7 +17,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GpuSpec, UnknownGpuError, gpu_spec
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.hardware import choose_device_and_target
-from autofit.units import format_bytes, parse_bytes
+from autofit.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,13 @@ class FitCheck:
         yield "peak reserved", format_bytes(self.peak_reserved_bytes), "held by PyTorch's allocator"
         yield "device used", format_bytes(self.device_used_bytes), "with the CUDA context"
         yield "least capacity", "-" if least is None else format_bytes(least), "the smallest target that is enough"
-        yield "step", "-" if self.step_s is None else f"{self.step_s * 1e3:.4g} ms", "predicted"
+        yield "step", self._step, "predicted"
+
+    @property
+    def _step(self) -> str:
+        if self.step_s is None:
+            return "-"
+        return f"{self.step_s * 1e3:.4g} ms" if self.step_s < 1 else format_seconds(self.step_s)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         for row in self.alive_at_peak[:PRINTED_ROWS]:

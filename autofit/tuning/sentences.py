@@ -43,7 +43,7 @@ def reasons(
     rule = rule or Rule(goal="speed", target_bytes=target_bytes)
     best = winner(trials, **rule)
     if best is None:
-        return [_what_to_relax(trials, target_bytes, allow)]
+        return [_what_to_relax(trials, target_bytes, rule["target_bytes"], allow)]
     fitting = measured(trials)
     at_any = rule["goal"] in ("speed-at-any-tier", "utilisation")
     rivals = fitting if at_any else [t for t in fitting if t.tier == best.tier]
@@ -110,7 +110,9 @@ def _spread(comparison: Comparison) -> str:
     return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
-def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, allow: Tier) -> str:
+def _what_to_relax(
+    trials: Sequence[Trial], target_bytes: int | None, limit_bytes: int | None, allow: Tier
+) -> str:
     ooms = [t for t in trials if t.status is ProbeStatus.OOM]
     broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
     if not ooms and broken:
@@ -127,6 +129,8 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, allow: Tie
     least = min(used, key=lambda t: t.device_used_bytes or 0)
     phase = least.result.oom_phase if least.result else None
     target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    if target_bytes is not None and limit_bytes is not None and limit_bytes < target_bytes:
+        target += f" less {format_bytes(target_bytes - limit_bytes)} of headroom"
     held = format_bytes(least.device_used_bytes or 0)
     held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
     return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX[allow]}"
