@@ -149,8 +149,10 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
         )
     if predicted is None or limit is None or baseline(trials) is not None:
         return ""
-    used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
-    return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}"
+    floor = predicted.get("floor_bytes", 0.0)
+    used = max(predicted.get("device_used_bytes", 0.0), floor)
+    more = " or more" if used == floor else ""  # live tensors alone, without gaps between the allocator's blocks
+    return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}{more}"
 
 
 def repeat_note(trials: Sequence[Trial]) -> str:
