@@ -84,7 +84,7 @@ def test_a_script_that_no_change_mends_is_told_so(
     seen = {MICRO: 1, ACCUMULATION: 1, CHECKPOINTING: True}  # nothing is left to change
     monkeypatch.setattr("autofit.scripts.running.fit_script", lambda *args, **more: replace(found, arguments=seen))
     assert main(["fit-check", "--gpu", "l4", "--target-vram", "10MB", str(script), "5"]) == 1
-    assert "no change was found that makes it fit" in capsys.readouterr().out
+    assert "no smaller micro-batch was found with which it fits" in capsys.readouterr().out
 
 
 def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:

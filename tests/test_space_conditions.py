@@ -244,7 +244,8 @@ def test_every_default_space_is_valid_yaml_with_known_entries() -> None:
             continue
         knobs = load_space(str(path), trainer=path.stem)
         assert all(knob.optional for knob in knobs)
-        known = {*(knob.name for knob in knobs), "vllm_mode", "fp16", "use_dynamic_bsz"}
+        keys = {"vllm_mode", "fp16", "use_dynamic_bsz", "objective", "cut_cross_entropy"}  # of recipes, and no knobs
+        known = {*(knob.name for knob in knobs), *keys}
         assert {key for knob in knobs for key, _ in knob.when} <= known
 
 
@@ -273,7 +274,7 @@ def test_ligers_loss_of_a_plain_trainer_is_simulated_where_it_has_an_effect(
     known = {"use_liger_kernel": False, **changes}
     own = recipe()
     own = Recipe(**{**{n: getattr(own, n) for n in Recipe.__dataclass_fields__}, "resolved": {**own.resolved, **known}})
-    knobs = [knob for knob in load_space(None, trainer="hf") if knob.name == "use_liger_kernel"]
+    knobs = tuple(knob for knob in load_space(None, trainer="hf") if knob.name == "use_liger_kernel")
     space = Space.of(own, knobs, device=CARD, allow="approximate")
     assert not space.left_out
     assert offered is any(knob.name == "use_liger_kernel" for knob in space.knobs)

@@ -117,7 +117,7 @@ def fit_check(options: argparse.Namespace) -> int:
     )  # fmt: skip
     advice_s = seconds_or_none("advice-time", options.advice_time)
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no result
-        checked = fit_script(script, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram)
+        checked = fit_script(script, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram, tell=say)
     found = checked.found
     if not options.json:
         show_lines(str(found).splitlines())
@@ -127,7 +127,7 @@ def fit_check(options: argparse.Namespace) -> int:
         if not options.json:
             show_lines([str(offer) if len(made) > 1 else f"what makes it fit at the same effective batch:\n{offer}"])
     if sought and not made and not options.json:
-        show_lines(["no change was found that makes it fit: neither smaller micro-batches nor checkpoints of activations"])
+        show_lines(["no smaller micro-batch was found with which it fits, with checkpoints of activations or without"])
         if time.monotonic() > until:
             show_lines(["not every change was tried in the time for advice (--advice-time)"])
     if options.json:

@@ -25,7 +25,7 @@ class Crash:
 
     @property
     def where(self) -> str:
-        """`update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest)`; of a prompt with its completion."""
+        """`update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest)`."""
         if self.phase == LOAD:
             return "load, before the first step"
         if self.phase == OPTIMIZER:

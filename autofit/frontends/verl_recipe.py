@@ -83,7 +83,7 @@ def recipe(
     if not found.get("model_path"):
         known = "" if model_folder is None else f" as on the hub: no model of its folder's name {model_folder} is known"
         if model_folder is None and f"{M}.path" in unread:
-            known = ": the script takes it from a variable that it does not set; set it there, to the model's name on the hub"
+            known = ": the script takes it from a variable that it does not set; set it there to a name on the hub"
         raise ConfigError(f"the verl config must name its model; give {M}.path{known}")
     found["reference"] = _references(config)
     found["calculate_entropy"] = config.is_on(f"{A}.calculate_entropy") or _number(config, f"{A}.entropy_coeff") != 0

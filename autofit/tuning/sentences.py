@@ -110,9 +110,7 @@ def _spread(comparison: Comparison) -> str:
     return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
-def _what_to_relax(
-    trials: Sequence[Trial], target_bytes: int | None, limit_bytes: int | None, allow: Tier
-) -> str:
+def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, limit_bytes: int | None, allow: Tier) -> str:
     ooms = [t for t in trials if t.status is ProbeStatus.OOM]
     broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
     if not ooms and broken:
