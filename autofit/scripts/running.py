@@ -75,7 +75,8 @@ def fit_script(
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
         raise ConfigError(f"--prompt-tokens must be from 1 to {MOST_PROMPT_TOKENS:,}; got {script.prompt_tokens}")
     spec, target_bytes = checked_card(gpu, target_vram)
-    tell(f"{script.path} runs on a simulated {spec.name}, {steps} step{'s' if steps > 1 else ''}; its own output follows")
+    count = f"{steps} step{'s' if steps > 1 else ''}"
+    tell(f"{script.path} runs on a simulated {spec.name}, {count}; its own output follows")
     with mock.patch.dict(os.environ, _OFFLINE), _hub_offline(), Scratch("script-") as folder:
         from autofit.fakegpu import fake_gpu
         from autofit.hardware.calibration import host_costs
