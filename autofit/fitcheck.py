@@ -114,7 +114,13 @@ class FitCheck:
         yield "peak reserved", format_bytes(self.peak_reserved_bytes), "held by PyTorch's allocator"
         yield "device used", format_bytes(self.device_used_bytes), "with the CUDA context"
         yield "least capacity", "-" if least is None else format_bytes(least), "the smallest target that is enough"
-        yield "step", "-" if self.step_s is None else _step(self.step_s), "predicted"
+        yield "step", self._step, "predicted"
+
+    @property
+    def _step(self) -> str:
+        if self.step_s is None:
+            return "-"
+        return f"{self.step_s * 1e3:.4g} ms" if self.step_s < 1 else format_seconds(self.step_s)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         shown = [row for row in self.alive_at_peak if row.allocated_bytes * 1000 >= self.peak_allocated_bytes]
@@ -352,10 +358,6 @@ def _alive(items: list[tuple[str, str, int, int]]) -> tuple[AliveAtPeak, ...]:
         sums[category, place] = (before[0] + nbytes, before[1] + count)
     rows = [AliveAtPeak(category=k[0], place=k[1], allocated_bytes=v[0], count=v[1]) for k, v in sums.items()]
     return tuple(sorted(rows, key=lambda row: -row.allocated_bytes))
-
-
-def _step(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def _html_row(*cells: str) -> str:

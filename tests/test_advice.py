@@ -158,6 +158,32 @@ def test_the_fewest_settings_that_promise_room_are_tried_before_all_of_them(capa
     assert len(asked) == 2  # the recipe as it is, and what is advised
 
 
+def test_where_something_else_must_be_trained_the_user_has_the_choice_of_what_was_found() -> None:
+    """Shorter samples or 4 bits: both are tried at once, and neither is milder than the other."""
+    own: dict[str, object] = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_generations": 2,
+        "steps_per_generation": 4, "max_completion_length": 1024, "gradient_checkpointing": True, "use_peft": True,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    recipe = replace(grpo_recipe(**own), weights_bytes=12 * GB, model_parameters=6 * GB)
+
+    def probe(values: Values) -> ProbeResult:
+        length = cast(int, values["max_completion_length"])
+        held = {"weights": (3 if values.get("load_in_4bit") else 12) * GB, "logits": length * GB // 128}
+        nbytes = CONTEXT + sum(held.values())
+        return ProbeResult(
+            status=ProbeStatus.FIT if nbytes <= 18 * GB else ProbeStatus.OOM, device="sim:h100",
+            device_used_bytes=nbytes, least_capacity_bytes=nbytes, peak_allocated_bytes=nbytes, step_s=(1.0,),
+            categories={"update": held},
+        )  # fmt: skip
+
+    found = cheapest_changes(
+        recipe, "sim:h100", probe, capacity_bytes=18 * GB, base=probe(recipe.values), workers=2, wanted=1
+    )
+    assert {change.tier for change in found.changes} == {"recipe"}
+    assert {key for change in found.changes for key in change.changes} >= {"max_completion_length", "load_in_4bit"}
+
+
 def test_a_recipe_that_fits_with_little_to_spare_is_given_room() -> None:
     capacity = CONTEXT + 73 * GB  # 72 are needed
     found = advice(capacity).changes

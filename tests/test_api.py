@@ -153,6 +153,8 @@ def test_an_object_that_cannot_be_said_in_yaml_is_refused_with_the_field() -> No
         (lambda: autofit.search({}, target_vram="1GB", device="cpu", headroom=2e9), "^headroom must be below"),
         (lambda: autofit.search(device="cpu"), "give a recipe or leave device='cpu' out"),
         (lambda: autofit.search({}, trials=0), "^trials must be 1 or more"),
+        (lambda: autofit.estimate({}, gpu="t4", gpus=cast(Any, "two")), "^gpus must be 1 or more; got 'two'"),
+        (lambda: autofit.estimate({}, gpu="t4", prompt_tokens=cast(Any, "2k")), "^prompt_tokens must be .* got '2k'"),
         (lambda: autofit.search({}, measured_steps=0), "^measured_steps must be 1 or more"),
         (lambda: autofit.search({}, goal=cast(Any, "sped")), "^goal must be one of .* nearest valid one is 'speed'"),
         (lambda: autofit.search({}, device="cpu", target_vram="900TB"), "^target_vram must be at most the machine's"),

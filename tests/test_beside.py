@@ -138,6 +138,8 @@ def test_what_lies_outside_is_a_line_each_with_its_option() -> None:
     assert "--allow approximate or --allow recipe" in tries
     assert line == "  dtype None -> bfloat16 (approximate): 5.00 s a step, 9.00 GB, 1.80x   --set dtype=bfloat16"
     assert outside_lines([], {}, "neutral", fits=True) == []
+    *_, tries = outside_lines([replace(change, own="pure_bf16: true")], {"dtype": None}, "neutral", fits=True)
+    assert tries.startswith("To use one: write it into your file. ")  # no --set stands above it
 
 
 def test_what_a_study_keeps_belongs_to_its_winner_and_tier() -> None:

@@ -73,7 +73,8 @@ def test_the_line_names_the_phase_the_sample_the_step_and_the_change() -> None:
     found = check(result(CARD.capacity_bytes + 13 * GB // 10), Advice(changes=(MEND,)))
     assert (found.verdict, found.fits) == ("does not fit", False)
     assert found.line == (
-        "does not fit: update of sample 4,812 (the longest, 1,950 tokens; step 301 at the latest), 1.30 GB over"
+        "does not fit: update of sample 4,812 (the longest, 1,950 prompt + 64 completion tokens; step 301 at the "
+        "latest), 1.30 GB over"
     )
     assert found.advised == ["set gradient_checkpointing=true (neutral): 18.20 GB, 4.00 s a step"]
     assert str(found).splitlines() == [found.line, *found.advised]
@@ -84,6 +85,7 @@ def test_the_line_names_the_phase_the_sample_the_step_and_the_change() -> None:
         "sample": 4812,
         "step": 301,
         "tokens": 1950,
+        "completion_tokens": 64,
     }
     assert json.loads(json.dumps(kept))["change"]["options"] == "--set gradient_checkpointing=true"
 
@@ -209,7 +211,7 @@ def test_the_command_ends_with_an_exit_code_for_a_users_tests(tiny_recipe: Path)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("\n") == 1
     assert done.stdout.startswith("does not fit: ")
-    assert "of sample 6 (the longest, 7 tokens; step" in done.stdout
+    assert "of sample 6 (the longest, 7 prompt + " in done.stdout
 
 
 def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_advice(

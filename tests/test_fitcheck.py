@@ -298,3 +298,9 @@ assert callable(autofit.fit_check) and autofit.fit_check is fit_check and autofi
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("step_s", "shown"), [(0.0054, "5.4 ms"), (47.81, "47.8 s"), (None, "-")])
+def test_a_long_step_is_told_in_seconds(step_s: float | None, shown: str) -> None:
+    found = autofit.fit_check(build, step, gpu="a100-40gb")
+    assert f"  {'step':<16}{shown:>12}  predicted" in str(replace(found, step_s=step_s))

@@ -180,3 +180,20 @@ def test_the_text_of_a_result_is_whole_in_a_notebook_and_shows_nothing_by_itself
 
 def test_a_figure_is_a_picture_in_a_notebook_without_pyplot() -> None:
     assert Picture()._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("phase_s", "words"),
+    [
+        ({}, "a step takes 3.00 s (rollout 2.00 s); "),
+        ({"rollout": 1.5}, "a step takes 3.00 s (2.00 s before the update); "),
+    ],
+)
+def test_the_seconds_of_a_rollout_are_not_told_as_those_of_a_phase_of_the_table(
+    phase_s: dict[str, float], words: str
+) -> None:
+    """In verl the passes without gradient come before the update too, and the phase of the same name has less."""
+    peak = PhasePeak(name="rollout", peak_allocated_bytes=GB, peak_reserved_bytes=GB, device_used_bytes=GB)
+    result = ProbeResult(status=ProbeStatus.FIT, device="sim:h100", device_used_bytes=GB, least_capacity_bytes=GB,
+                         step_s=(3.0,), rollout_s=(2.0,), phases=(peak,), phase_s=phase_s)  # fmt: skip
+    assert words in estimate_table(result, 32 * GB)[1]

@@ -109,7 +109,9 @@ def test_a_baseline_that_was_not_probed_is_said_to_be_predicted_not_to_fit() -> 
     record = StudyRecord(target_bytes=10 * GB, headroom_bytes=GB, baseline_predicted=predicted)
     moved = [trial(number, 1.0, 1) for number in (1, 2)]
     assert baseline(moved) is None
-    assert "it does not fit, predicted 12.00 GB" in predicted_note(moved, record)
+    assert predicted_note(moved, record).endswith("it does not fit, predicted 12.00 GB")
+    least = replace(record, baseline_predicted={**predicted, "device_used_bytes": 11e9})  # no more than live tensors
+    assert predicted_note(moved, least).endswith("it does not fit, predicted 11.00 GB or more")
     assert predicted_note(TRIALS, record) == ""
     assert predicted_note([], record) == "; run the same command again to go on"
     assert "predicted to need 11.00 GB or more" in predicted_note([], replace(record, least_floor_bytes=11e9))

@@ -1,10 +1,12 @@
 """The report as a web page: complete, escaped, and without anything from elsewhere."""
 
+import argparse
 import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import lawful
 import pytest
@@ -17,6 +19,7 @@ from autofit.api.lower_tiers import Outside
 from autofit.api.markup import Html, element, escaped, table
 from autofit.api.page import page_of
 from autofit.cli import main
+from autofit.commands.studies import show_result
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.supervise import note_of
@@ -161,6 +164,17 @@ def test_the_next_command_is_one_that_ends_well(
     assert main(["report", "--dir", str(folder)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith(f"Next: autofit promote best{'' if trains else ' --write-only'} --dir")
+
+
+@pytest.mark.parametrize(("card", "written"), [(None, " --write-only"), ("NVIDIA A100-SXM4-40GB", "")])
+def test_the_next_command_of_a_simulated_study_trains_where_that_card_is(
+    card: str | None, written: str, studied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = [] if card is None else [SimpleNamespace(name=card)]
+    monkeypatch.setattr("autofit.promotion.place.gpus", lambda: here)
+    options = argparse.Namespace(json=False, dir=studied)
+    show_result(options, replace(autofit.report(folder=studied), device="sim:a100-40gb"))
+    assert f"Next: autofit promote best{written} --dir" in capsys.readouterr().out
 
 
 def test_the_page_shows_promoted_runs_with_promised_against_actual_and_their_events(studied: Path) -> None:

@@ -111,6 +111,7 @@ def test_the_prompt_is_as_long_as_it_was_said_for_every_kind_of_model(
         ({"dataset_name": "no/such"}, "the dataset no/such cannot be .* or give --prompt-tokens N"),
         ({"dataset_name": "gone.jsonl"}, "no such file .* or give --prompt-tokens N"),
         ({"dataset_name": None}, "needs a dataset.* or give --prompt-tokens N"),
+        ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": None}, "needs a dataset.* or give --prompt-tokens N"),
         ({"model_name_or_path": "Qwen/Qwen3-4B"}, "tokenizer of 'Qwen/Qwen3-4B' must be reachable.*--prompt-tokens N"),
         (
             {"model_name_or_path": "Qwen/Qwen3-1.8B"},

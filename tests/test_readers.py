@@ -753,6 +753,8 @@ def test_a_change_of_a_script_is_in_its_own_training_and_its_own_words(tmp_path:
         (LLAMA, {"load_in_4bit": True, "use_liger_kernel": True}, {"quantization_bit": 4, "enable_liger_kernel": True}),
         ({**AXO, "gradient_accumulation_steps": None, "batch_size": 12}, {"per_device_train_batch_size": 3,
          "gradient_accumulation_steps": 4}, {"micro_batch_size": 3, "batch_size": 12}),
+        (AXO, {"use_liger_kernel": True}, {"plugins": ["axolotl.integrations.liger.LigerPlugin"],
+         "liger_fused_linear_cross_entropy": True}),
         ({"model": "m", "tuner_type": "full"}, {"dtype": "float32", "attn_implementation": "sdpa"},
          {"torch_dtype": "float32", "attn_impl": "sdpa"}),
     ],
@@ -763,6 +765,17 @@ def test_each_tool_has_its_own_key_for_a_change(
     foreign = of_yaml(tmp_path, values)
     assert in_own_keys(foreign, changes) == own
     assert not can_say(foreign, "launch.sharding", "fsdp2")
+
+
+def test_ligers_loss_of_axolotl_is_that_of_its_plugin(tmp_path: Path) -> None:
+    asked = {**AXO, "liger_fused_linear_cross_entropy": True}
+    loaded = of_yaml(tmp_path, {**asked, "plugins": ["axolotl.integrations.liger.LigerPlugin"]})
+    assert loaded.values["use_liger_kernel"] is True
+    alone = of_yaml(tmp_path, asked)
+    assert "use_liger_kernel" not in alone.values
+    assert any("does nothing here" in note for note in alone.notes)
+    others = of_yaml(tmp_path, {**AXO, "plugins": ["axolotl.integrations.kernels.KernelsPlugin"]})
+    assert not can_say(others, "use_liger_kernel", True)
 
 
 def test_reading_loads_no_torch() -> None:

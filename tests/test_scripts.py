@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -96,6 +97,23 @@ def test_a_package_of_the_scripts_project_is_found_as_if_it_were_installed(scrip
     (tmp_path / "pyproject.toml").unlink()
     with pytest.raises(ConfigError, match="imports mine, which is not installed here"):
         fit_script(Script(path=moved, arguments=["5"]), gpu="l4")
+
+
+@pytest.mark.parametrize(("name", "what"), [("lf.yaml", "a YAML"), ("run.sh", "a shell script")])
+def test_a_recipe_given_as_a_script_is_led_to_the_command_that_reads_it(name: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("stage: sft\n")
+    with pytest.raises(ConfigError, match=f"is {what}, and fit-check runs .* of Python; `autofit check FILE"):
+        code_of(tmp_path / name)
+
+
+def test_a_script_that_no_change_mends_is_told_so(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = fit_script(Script(path=script, arguments=["5"]), gpu="l4", target_vram="10MB")
+    seen = {MICRO: 1, ACCUMULATION: 1, CHECKPOINTING: True}  # nothing is left to change
+    monkeypatch.setattr("autofit.scripts.running.fit_script", lambda *args, **more: replace(found, arguments=seen))
+    assert main(["fit-check", "--gpu", "l4", "--target-vram", "10MB", str(script), "5"]) == 1
+    assert "no smaller micro-batch was found with which it fits" in capsys.readouterr().out
 
 
 def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:

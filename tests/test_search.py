@@ -30,7 +30,7 @@ from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import TrainerName
 from autofit.space.knob import load_space
 from autofit.space.space import Space
-from autofit.tuning.frontier import pareto_front, winner
+from autofit.tuning.frontier import Rule, pareto_front, winner
 from autofit.tuning.record import Stop, StopKind, record_of
 from autofit.tuning.sampler import SAMPLERS, CandidateSampler, SamplerName
 from autofit.tuning.search import Plan, Search, open_study
@@ -140,6 +140,8 @@ def test_nothing_fits_is_an_answer_with_what_to_relax(tmp_path: Path) -> None:
     trials = trials_of(search.study)
     assert winner(trials) is None
     assert "nothing fits in 50.0 MB" in why(trials, {}, 50 * lawful.MB)
+    rule: Rule = {"goal": "speed", "target_bytes": 49 * lawful.MB}  # a trial between the two would be told as enough
+    assert "nothing fits in 50.0 MB less 1.0 MB of headroom: " in why(trials, {}, 50 * lawful.MB, rule)
     assert "--allow" not in why(trials, {}, 50 * lawful.MB, allow="recipe")  # there is no lower tier
     assert "held at least" in why(trials, {}, 50 * lawful.MB)
     assert "--allow approximate" in why(trials, {}, 50 * lawful.MB)

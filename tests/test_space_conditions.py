@@ -244,7 +244,8 @@ def test_every_default_space_is_valid_yaml_with_known_entries() -> None:
             continue
         knobs = load_space(str(path), trainer=path.stem)
         assert all(knob.optional for knob in knobs)
-        known = {*(knob.name for knob in knobs), "vllm_mode", "fp16", "use_dynamic_bsz"}
+        keys = {"vllm_mode", "fp16", "use_dynamic_bsz", "objective", "cut_cross_entropy"}  # of recipes, and no knobs
+        known = {*(knob.name for knob in knobs), *keys}
         assert {key for knob in knobs for key, _ in knob.when} <= known
 
 
@@ -257,3 +258,24 @@ def test_a_target_may_be_below_the_weights_where_a_candidate_has_fewer_bits() ->
         _check_target(space, least)
         with pytest.raises(ConfigError, match="must hold at least the model's weights"):
             _check_target(space, least - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered"),
+    [
+        ({"objective": "sft", "cut_cross_entropy": False}, True),
+        ({"objective": "dpo", "cut_cross_entropy": False}, False),  # its loss needs the logits
+        ({"objective": "sft", "cut_cross_entropy": True}, False),  # none are made already
+    ],
+)
+def test_ligers_loss_of_a_plain_trainer_is_simulated_where_it_has_an_effect(
+    changes: dict[str, object], offered: bool
+) -> None:
+    known = {"use_liger_kernel": False, **changes}
+    own = recipe()
+    own = Recipe(**{**{n: getattr(own, n) for n in Recipe.__dataclass_fields__}, "resolved": {**own.resolved, **known}})
+    knobs = tuple(knob for knob in load_space(None, trainer="hf") if knob.name == "use_liger_kernel")
+    space = Space.of(own, knobs, device=CARD, allow="approximate")
+    assert not space.left_out
+    assert offered is any(knob.name == "use_liger_kernel" for knob in space.knobs)
+    assert knobs[0].traits.less == (True,)  # advice tries it for memory

@@ -230,6 +230,19 @@ def test_a_model_in_a_folder_that_the_environment_names_is_known_by_the_folders_
         verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/my-own"}))
     with pytest.raises(ConfigError, match="Qwen3-VL-8B trains on images"):
         verl_recipe.of_script(script({**QWEN, path: "${DATA}/models/Qwen3-VL-8B"}))
+    with pytest.raises(ConfigError, match="takes it from a variable that it does not set; set it there"):
+        verl_recipe.of_script(script({**QWEN, path: "$MODEL_PATH"}))
+
+
+def test_a_micro_batch_that_only_the_deprecated_key_says_is_told_with_the_key_to_give(tmp_path: Path) -> None:
+    older = {key: value for key, value in QWEN.items() if key != f"{ACTOR}.ppo_micro_batch_size_per_gpu"}
+    text = script({**older, f"{ACTOR}.ppo_micro_batch_size": 64})
+    with pytest.raises(ConfigError, match=r"counts over all 8 GPUs; give .*ppo_micro_batch_size_per_gpu, here 8"):
+        verl_recipe.of_script(text)
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    found = dict(explain(path).lines)
+    assert found["micro-batches"].startswith("not known: ppo_micro_batch_size 64 is deprecated")
 
 
 SIMULATED = [

@@ -39,6 +39,7 @@ _IDLE: dict[str, object] = {
     "use_liger_kernel": False, "activation_offloading": False, "router_aux_loss_coef": None, "deepspeed": None,
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
+NO_DATA = "a recipe needs a dataset: give dataset_name (a folder or a name) or datasets"
 _ROWS = 1000  # rows per batch when lengths are read
 LARGEST = 64  # rows that are tokenised before the whole dataset
 _MOST_CHARACTERS = 8_000_000  # some two seconds of a tokenizer
@@ -52,7 +53,7 @@ def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
     """The train (or test) split of the dataset, loaded as TRL's script loads it."""
     script, mixture = config.script, config.datasets
     if not mixture.datasets and not script.dataset_name:
-        raise ConfigError("a recipe needs a dataset: give dataset_name (a folder or a name) or datasets")
+        raise ConfigError(NO_DATA)
     try:
         if mixture.datasets:
             splits = get_dataset(mixture)

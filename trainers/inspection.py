@@ -15,7 +15,7 @@ from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.recipe.keys import OTHER_MODELS
 from autofit.units import format_bytes
 
-from .common import dtype_of
+from .common import NO_DATA, dtype_of
 from .offline import (
     NO_MODEL,
     STATE_IT,
@@ -59,6 +59,8 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
         if other:
             changes[key] = stand_in_model(other, folder, key=key, trust_remote_code=trust)
     if prompt_tokens is None:
+        if not (config.script.dataset_name or config.datasets.datasets):
+            raise ConfigError(f"{NO_DATA}, {STATE_IT}")
         if model != name:
             raise ConfigError(
                 f"the tokenizer of {name!r} must be reachable to count the longest prompt; connect to it, {STATE_IT}"

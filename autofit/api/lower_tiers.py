@@ -199,5 +199,6 @@ def outside_lines(found: Sequence[Outside], original: Mapping[str, object], allo
     lower = " or ".join(f"--allow {tier}" for tier in TIERS[TIERS.index(allow) + 1 :])
     goal = " with --goal speed-at-any-tier" if fits else ""  # without it a search stays in the highest tier that fits
     head = f"Faster on top of the winner, but outside the {allow} tier" if fits else "What would fit"
-    tries = [f"To use one: the same command with its --set. To try them all: {lower}{goal}."] if lower else []
+    how = "write it into your file" if any(one.own for one in found) else "the same command with its --set"
+    tries = [f"To use one: {how}. To try them all: {lower}{goal}."] if lower else []
     return [f"{head}, predicted:", *(f"  {one.line(original)}" for one in found), *tries]

@@ -117,26 +117,33 @@ def fit_check(options: argparse.Namespace) -> int:
     )  # fmt: skip
     advice_s = seconds_or_none("advice-time", options.advice_time)
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no result
-        checked = fit_script(script, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram)
+        checked = fit_script(script, gpu=options.gpu, steps=options.steps, target_vram=options.target_vram, tell=say)
     found = checked.found
     if not options.json:
         show_lines(str(found).splitlines())
-    made = []
-    for offer in _offers(options, checked, advice_s):
+    made, sought, until = list["Offer"](), _lacks_room(checked) and advice_s > 0, time.monotonic() + advice_s
+    for offer in _offers(options, checked, advice_s) if sought else ():
         made.append(offer)
         if not options.json:
             show_lines([str(offer) if len(made) > 1 else f"what makes it fit at the same effective batch:\n{offer}"])
+    if sought and not made and not options.json:
+        show_lines(["no smaller micro-batch was found with which it fits, with checkpoints of activations or without"])
+        if time.monotonic() > until:
+            show_lines(["not every change was tried in the time for advice (--advice-time)"])
     if options.json:
         print(json.dumps(found.to_dict() | {"offers": [offer.to_dict() for offer in made]}))
     return DONE if found.fits else NOTHING_FITS
+
+
+def _lacks_room(checked: "ScriptCheck") -> bool:
+    """Whether a script does not fit whose TrainingArguments are known, so that changes of them may mend it."""
+    return not checked.found.fits and checked.found.least_capacity_bytes is not None and bool(checked.arguments)
 
 
 def _offers(options: argparse.Namespace, checked: "ScriptCheck", advice_s: float) -> "Iterator[Offer]":
     """What makes a script fit that does not, as it is found."""
     from autofit.scripts.changes import Advice, asked_again
 
-    if checked.found.fits or checked.found.least_capacity_bytes is None or not checked.arguments or not advice_s:
-        return
     given = {"--gpu": options.gpu, "--target-vram": options.target_vram, "--prompt-tokens": options.prompt_tokens,
              "--steps": options.steps}  # fmt: skip
     words = [f"{name}={value}" for name, value in given.items() if value is not None]

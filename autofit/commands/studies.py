@@ -145,9 +145,20 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
         show(result)
         if result.winner is not None:
             where = dir_option(options.dir)
-            written = "" if result.trains_on_data else " --write-only"
+            written = "" if result.trains_on_data and _trains_here(result.device or "cpu") else " --write-only"
             show_line(f"Next: autofit promote best{written}{where}   then: autofit ui{where}")
     return exit_code(result.stop, fits=result.winner is not None)
+
+
+def _trains_here(studied: str) -> bool:
+    """Whether this machine has the card of a study, so that `promote` can train on it."""
+    from autofit.promotion.place import training_device
+
+    try:
+        training_device(studied, "auto")
+    except ConfigError:
+        return False
+    return True
 
 
 def exit_code(stop: "Stop | None", *, fits: bool) -> int:

@@ -91,7 +91,9 @@ class _Search:
             for tier in TIERS if self.found else ():  # a choice of more, where what suffices alone is too little of one
                 self._try(pool, self._names(tier), 2, tier)
             proven = not self.found and self._is_beaten()
-        best = sorted(self.found.values(), key=lambda change: change.cost)[: self.wanted]
+        best = sorted(self.found.values(), key=lambda change: change.cost)
+        chosen = bool(best) and best[0].tier == TIERS[-1]  # each trains something else: which one is the user's choice
+        best = best[: max(self.wanted, WANTED) if chosen else self.wanted]
         found = sorted([*best, *(c for c in self.halved.values() if c not in best)], key=lambda change: change.cost)
         tried = self.results.values()
         missed = [c for c in tried if not c.failure and (c.fits or c.least_capacity_bytes is not None)]

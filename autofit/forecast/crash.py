@@ -21,6 +21,7 @@ class Crash:
     step: int | None = None  # the optimizer step that trains on it, counted from 1: an earlier one may stop too
     tokens: int | None = None  # of the sample, or of the prompt where the trainer generates
     evaluated: int | None = None  # samples at once, where it stops in the evaluation
+    completion_tokens: int | None = None  # that follow the prompt, where the trainer generates
 
     @property
     def where(self) -> str:
@@ -33,14 +34,21 @@ class Crash:
             of = "" if self.tokens is None else f" ({self.tokens:,} tokens each)"
             return f"evaluation of {self.evaluated:,} samples at once{of}"
         longest = [] if self.sample is None else ["the longest"]
-        longest += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
+        longest += [] if self.tokens is None else [self._length]
         facts = [", ".join(longest)] if longest else []
         facts += [] if self.step is None else [f"step {self.step:,} at the latest"]
         about = f" ({'; '.join(facts)})" if facts else ""
         return f"{self.phase} of {'the longest sample' if self.sample is None else f'sample {self.sample:,}'}{about}"
 
+    @property
+    def _length(self) -> str:
+        if self.completion_tokens is None:
+            return f"{self.tokens:,} tokens"
+        return f"{self.tokens:,} prompt + {self.completion_tokens:,} completion tokens"
+
     def to_json(self) -> dict[str, object]:
-        return {name: value for name, value in asdict(self).items() if name != "evaluated" or value is not None}
+        some = ("evaluated", "completion_tokens")  # that only some crashes have
+        return {name: value for name, value in asdict(self).items() if name not in some or value is not None}
 
 
 def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
@@ -56,6 +64,7 @@ def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
         sample=None if evaluates else recipe.longest_row, step=None if evaluates else step_of_longest(recipe),
         evaluated=recipe.evaluated_samples if evaluates else None,
         tokens=_tokens(recipe, evaluated=evaluates),
+        completion_tokens=recipe.max_completion_tokens if recipe.generates and not evaluates else None,
     )  # fmt: skip
 
 

@@ -209,14 +209,23 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
     step_s = result.median_step_s
     times = ""
     if step_s is not None:
-        before = ROLLOUT if any(p.name == ROLLOUT for p in result.phases) else SCORING
-        rollout = f" ({before} {format_seconds(result.rollout_s[0])})" if result.rollout_s[0] else ""
-        times = f"; a step takes {format_seconds(step_s)}{rollout}"
+        times = f"; a step takes {format_seconds(step_s)}{_before_the_update(result)}"
         if result.step_s_interval is not None:
             low_s, high_s = result.step_s_interval
             times += f", in 9 of 10 cases {format_seconds(low_s)} to {format_seconds(high_s)}"
     share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
     return f"it {verdict}{times}; the peak is in {top.name}, and its largest part is {largest} ({share})."
+
+
+def _before_the_update(result: ProbeResult) -> str:
+    """` (rollout 51.6 s)`; where the table has the seconds of each phase, no phase's name for the sum of several."""
+    before_s = result.rollout_s[0]
+    if not before_s:
+        return ""
+    if result.phase_s:
+        return f" ({format_seconds(before_s)} before the update)"
+    name = ROLLOUT if any(p.name == ROLLOUT for p in result.phases) else SCORING
+    return f" ({name} {format_seconds(before_s)})"
 
 
 def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":

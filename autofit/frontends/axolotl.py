@@ -21,6 +21,7 @@ from autofit.frontends.tools import AXOLOTL
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
 _LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}
 _FEATURES = "autofit.trainers.features"
+_LIGER = "axolotl.integrations.liger.LigerPlugin"
 _LAYERS = 3  # whose states these rewards keep, wherever they are
 _OF_ANSWERS = ("adaptive_max_tokens", "gt_length_multiplier")  # keys of EBFT's structured mode alone
 _MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
@@ -449,8 +450,19 @@ def _plugins(draft: Draft) -> None:
             draft.note(effect)
         if name == "CutCrossEntropyPlugin" and draft.is_on("cut_cross_entropy", True):
             _cut_cross_entropy(draft)
-    if draft.is_on("liger_fused_linear_cross_entropy"):
+    _liger(draft)
+
+
+def _liger(draft: Draft) -> None:
+    """Liger's loss, whose keys belong to a plugin: Axolotl passes over them without it."""
+    on = draft.is_on("liger_fused_linear_cross_entropy")
+    if on and _has_plugin(draft, "LigerPlugin"):
         draft.put("use_liger_kernel", True, "liger_fused_linear_cross_entropy")
+        return
+    if on:
+        draft.note(f"liger_fused_linear_cross_entropy does nothing here: Axolotl reads it with plugins: [{_LIGER}]")
+    if draft.raw("plugins"):
+        draft.fixed.add("use_liger_kernel")  # a change would have to be written into a list of the file's own
 
 
 def _cut_cross_entropy(draft: Draft) -> None:
@@ -521,7 +533,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
-                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_liger_kernel", "reward_funcs",
+                         "bnb_4bit_quant_type", "use_bnb_nested_quant", "reward_funcs",
                          "keeps_logits", "cut_cross_entropy", "sequence_parallel",
                          "mask_token", "ebft")),
         "per_device_train_batch_size": "micro_batch_size",
@@ -540,6 +552,9 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         },
         "optim": "optimizer",
         "max_length": "sequence_len",
+        "use_liger_kernel": lambda value: {
+            "plugins": [_LIGER], "liger_fused_linear_cross_entropy": True
+        } if value else None,
     }  # fmt: skip
     if foreign.trainer == "grpo":
         own |= {key: lambda value, key=key: {f"trl.{key}": value} for key in (*_GRPO, "beta")}  # type: ignore[misc]

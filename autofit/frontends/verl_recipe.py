@@ -28,7 +28,7 @@ from autofit.frontends.verl import (
     typos,
 )
 from autofit.frontends.verl_keys import is_in_config
-from autofit.frontends.verl_rules import critic_values, has_critic, sharded_head
+from autofit.frontends.verl_rules import critic_values, has_critic, older_micro, sharded_head
 from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R
 from autofit.recipe import catalogue
 
@@ -82,6 +82,8 @@ def recipe(
         found["critic_model_dtype"] = _dtype("critic_model_dtype", str(found["critic_model_dtype"]))
     if not found.get("model_path"):
         known = "" if model_folder is None else f" as on the hub: no model of its folder's name {model_folder} is known"
+        if model_folder is None and f"{M}.path" in unread:
+            known = ": the script takes it from a variable that it does not set; set it there to a name on the hub"
         raise ConfigError(f"the verl config must name its model; give {M}.path{known}")
     found["reference"] = _references(config)
     found["calculate_entropy"] = config.is_on(f"{A}.calculate_entropy") or _number(config, f"{A}.entropy_coeff") != 0
@@ -168,6 +170,8 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
     """
     dynamic = bool(found["use_dynamic_bsz"])
     micro = 1 if dynamic else batch.micro
+    if micro is None and (older := older_micro(config, batch)):
+        raise ConfigError(older)
     if micro is None:
         raise ConfigError(f"{A}.{_MICRO} must be set, or {A}.use_dynamic_bsz; verl refuses it at the start")
     if batch.effective % batch.shards or batch.each % micro:

@@ -158,6 +158,21 @@ def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     elif batch.micro is not None and batch.effective % batch.shards == 0 and batch.each % batch.micro == 0:
         yield Line("micro-batches", f"{batch.each:,} samples a data-parallel rank and step = "
                                     f"{batch.each // batch.micro} micro-batches of {batch.micro}")  # fmt: skip
+    elif batch.micro is None and (older := older_micro(config, batch)):
+        yield Line("micro-batches", f"not known: {older}")
+
+
+def older_micro(config: VerlConfig, batch: Batch) -> str:
+    """How to say a micro-batch that only the deprecated key says; "" where that is not given.
+
+    It counts over all GPUs (verl/workers/config/actor.py, `validate`).
+    """
+    older = config.whole(f"{ACTOR}.ppo_micro_batch_size")
+    if older is None:
+        return ""
+    each = f", here {older // batch.gpus}" if older % batch.gpus == 0 else ""
+    return (f"ppo_micro_batch_size {older} is deprecated and counts over all {batch.gpus} GPUs; give "
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu{each}")  # fmt: skip
 
 
 def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:

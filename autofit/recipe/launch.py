@@ -295,7 +295,7 @@ def check_installed(launch: Launch) -> None:
     if launch.is_deepspeeds and find_spec("deepspeed") is None:
         raise ConfigError(
             f"{launch.sharding} trains with DeepSpeed, whose own code predictions run too; it is not installed: run "
-            "`DS_BUILD_OPS=0 pip install deepspeed` (no GPU is needed), or choose sharding: fsdp2"
+            "`DS_BUILD_OPS=0 pip install deepspeed` (no GPU is needed), or share the model by FSDP2"
         )
 
 

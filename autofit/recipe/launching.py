@@ -47,7 +47,7 @@ class LaunchOptions:
         """Raise ConfigError for numbers that cannot be."""
         for name, value in (("num_processes", self.num_processes), ("gpus", self.gpus), ("nodes", self.machines)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"--{name} must be 1 or more; got {quoted(value)}")
+                raise ConfigError(f"{option(name)} must be 1 or more; got {quoted(value)}")
 
 
 NO_OPTIONS = LaunchOptions()

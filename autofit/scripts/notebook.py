@@ -11,12 +11,20 @@ from autofit.files import regular_bytes
 
 MOST_BYTES = 1 << 25  # 32 MiB; pictures among a notebook's outputs are its largest part
 SUFFIX = ".ipynb"
+_YAML, _SHELL = "a YAML", "a shell script"
+_OTHERS = {".yaml": _YAML, ".yml": _YAML, ".sh": _SHELL, ".bash": _SHELL}
 # With the lines that a backslash joins to it.
 _COMMAND = re.compile(r"^([ \t]*)(?:[!%?]|\w[\w., ]*=\s*[!%])(?:.*\\\n)*.*$", re.MULTILINE)
 
 
 def code_of(path: Path) -> str:
-    """The code of the file `path`. Raises ConfigError where a notebook cannot be read."""
+    """The code of the file `path`. Raises ConfigError for what is no Python, or a notebook that cannot be read."""
+    if path.suffix in _OTHERS:
+        raise ConfigError(
+            f"{quoted(str(path), 200)} is {_OTHERS[path.suffix]}, and fit-check runs scripts and notebooks of Python; "
+            f"`autofit check FILE --gpu NAME` reads recipes, files of LLaMA-Factory, Axolotl, ms-swift and verl, and "
+            f"shell scripts that start one of these"
+        )
     try:
         content, _ = regular_bytes(path, most=MOST_BYTES, what="a script")
     except ConfigError as error:

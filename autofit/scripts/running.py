@@ -72,7 +72,10 @@ class ScriptCheck:
     arguments: Mapping[str, Any]
 
 
-def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | int | None = None) -> ScriptCheck:
+def fit_script(
+    script: Script, *, gpu: str, steps: int = 2, target_vram: str | int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> ScriptCheck:  # fmt: skip
     """Peak memory by step, and step time, of a script on the simulated card `gpu`; it ends after `steps` steps.
 
     A step is one of a torch.optim optimizer. The script sees no network; weights that are not on this machine are
@@ -85,6 +88,8 @@ def fit_script(script: Script, *, gpu: str, steps: int = 2, target_vram: str | i
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
         raise ConfigError(f"--prompt-tokens must be from 1 to {MOST_PROMPT_TOKENS:,}; got {script.prompt_tokens}")
     spec, target_bytes = checked_card(gpu, target_vram)
+    count = f"{steps} step{'s' if steps > 1 else ''}"
+    tell(f"{script.path} runs on a simulated {spec.name}, {count}; its own output follows")
     with mock.patch.dict(os.environ, _OFFLINE), _hub_offline(), Scratch("script-") as folder:
         from autofit.fakegpu import fake_gpu
         from autofit.hardware.calibration import host_costs

@@ -43,7 +43,7 @@ def reasons(
     rule = rule or Rule(goal="speed", target_bytes=target_bytes)
     best = winner(trials, **rule)
     if best is None:
-        return [_what_to_relax(trials, target_bytes, allow)]
+        return [_what_to_relax(trials, target_bytes, rule["target_bytes"], allow)]
     fitting = measured(trials)
     at_any = rule["goal"] in ("speed-at-any-tier", "utilisation")
     rivals = fitting if at_any else [t for t in fitting if t.tier == best.tier]
@@ -110,7 +110,7 @@ def _spread(comparison: Comparison) -> str:
     return f"{comparison.low:.2f}x to {comparison.high:.2f}x in {pairs}"
 
 
-def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, allow: Tier) -> str:
+def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, limit_bytes: int | None, allow: Tier) -> str:
     ooms = [t for t in trials if t.status is ProbeStatus.OOM]
     broken = [t for t in trials if t.status in (ProbeStatus.FAILED, ProbeStatus.LOST) and t.result is not None]
     if not ooms and broken:
@@ -127,6 +127,8 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, allow: Tie
     least = min(used, key=lambda t: t.device_used_bytes or 0)
     phase = least.result.oom_phase if least.result else None
     target = f" in {format_bytes(target_bytes)}" if target_bytes is not None else ""
+    if target_bytes is not None and limit_bytes is not None and limit_bytes < target_bytes:
+        target += f" less {format_bytes(target_bytes - limit_bytes)} of headroom"
     held = format_bytes(least.device_used_bytes or 0)
     held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
     return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX[allow]}"
@@ -145,8 +147,10 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
         )
     if predicted is None or limit is None or baseline(trials) is not None:
         return ""
-    used = max(predicted.get("device_used_bytes", 0.0), predicted.get("floor_bytes", 0.0))
-    return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}"
+    floor = predicted.get("floor_bytes", 0.0)
+    used = max(predicted.get("device_used_bytes", 0.0), floor)
+    more = " or more" if used == floor else ""  # live tensors alone, without gaps between the allocator's blocks
+    return f"; the unchanged recipe was not probed: it does not fit, predicted {format_bytes(int(used))}{more}"
 
 
 def repeat_note(trials: Sequence[Trial]) -> str:

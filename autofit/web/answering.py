@@ -190,7 +190,7 @@ _TOLD = (
     *((f"{{0}}/training{suffix}", "the file") for suffix in SUFFIXES), ("{0}", ""),
     (OTHERWISE, "leave it out, and choose under More how the cards share the model"),
     ("--prompt-tokens N says others", "More has a field for others"),
-    ("or choose sharding: fsdp2", "or choose FSDP2 under More"),
+    ("or share the model by FSDP2", "or choose FSDP2 under More"),
 )  # fmt: skip
 Tell = Callable[[Mapping[str, object]], None]
 
