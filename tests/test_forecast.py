@@ -73,7 +73,7 @@ def lawful(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The list to which every request is added; the law answers it, and a trace of BROKEN fails."""
     asked: list[dict[str, Any]] = []
 
-    def made(_: Workshop, request: dict[str, Any]) -> Made:
+    def made(_: Workshop, request: dict[str, Any], *, processes: int) -> Made:
         asked.append(request)
         if request["values"].get(BROKEN):
             return Made(reason="it does not compile", crashed=True)

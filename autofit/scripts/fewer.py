@@ -35,8 +35,10 @@ class Fewer:
 
         @functools.wraps(made)
         def __init__(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
-            if args is not None and self._alike() and not hasattr(args, "num_generations"):
-                self._shorten(args)
+            if args is not None and self._alike():
+                _keep_order(args, trainer)  # one with rollouts has taken it from its arguments by now
+                if not hasattr(args, "num_generations"):
+                    self._shorten(args)
             made(trainer, model, args, *rest, **named)
 
         @functools.wraps(step)
@@ -57,3 +59,11 @@ class Fewer:
             self._left_out = asked - FEW
             self._note(f"of {asked} micro-batches a step {FEW} were run, as made-up samples are alike; the others take "
                        "the bytes and seconds of the second")  # fmt: skip
+
+
+def _keep_order(*of: Any) -> None:
+    """Take samples in their order, long and short in turns: a batch of one length alone has no mask, and is faster."""
+    for each in of:
+        for key, value in (("train_sampling_strategy", "sequential"), ("shuffle_dataset", False)):
+            if hasattr(each, key):
+                setattr(each, key, value)
