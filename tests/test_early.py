@@ -10,6 +10,7 @@ import key_tables
 import pytest
 import tiny
 
+from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.plugin import registry
 from autofit.plugin.protocol import Inspection, WorstCase
@@ -186,3 +187,11 @@ def test_a_typo_is_told_without_an_import_of_torch(kept: Path, tmp_path: Path, t
         done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, done.stderr
         assert "unknown key 'lora_rr'; the nearest valid one is 'lora_r'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["out.x", "out"])
+def test_a_picture_of_another_kind_is_told_before_the_simulation(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--gpu", "l4", "--plot", name]) == 2
+    assert f'--plot must name a picture that ends in .png, .svg, .pdf, .jpg, .jpeg, .webp; got "{name}"' in (
+        capsys.readouterr().err.replace("'", '"')
+    )

@@ -157,7 +157,14 @@ def _offers(options: argparse.Namespace, checked: "ScriptCheck", advice_s: float
         bar.end()
 
 
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+
+
 def estimate(options: argparse.Namespace) -> int:
+    if options.plot is not None and options.plot.suffix.lower() not in _PICTURES:
+        raise ConfigError(
+            f"--plot must name a picture that ends in {', '.join(_PICTURES)}; got {quoted(str(options.plot))}"
+        )
     look_early(options, device="sim:")
     begin_server()
     from autofit import api
