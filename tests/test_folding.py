@@ -186,6 +186,7 @@ def test_a_figure_is_a_picture_in_a_notebook_without_pyplot() -> None:
     ("phase_s", "words"),
     [
         ({}, "a step takes 3.00 s (rollout 2.00 s); "),
+        ({"rollout": 1.97, "scoring": 0.03}, "a step takes 3.00 s (rollout 2.00 s); "),
         ({"rollout": 1.5}, "a step takes 3.00 s (2.00 s before the update); "),
     ],
 )

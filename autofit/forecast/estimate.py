@@ -170,6 +170,7 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
     }
 
 
+_NEARLY_ALL = 0.95
 _IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER)
 
 
@@ -218,13 +219,13 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
 
 
 def _before_the_update(result: ProbeResult) -> str:
-    """` (rollout 51.6 s)`; where the table has the seconds of each phase, no phase's name for the sum of several."""
+    """` (rollout 51.6 s)`; where other passes take part of it, no phase's name, as a table has that phase's own."""
     before_s = result.rollout_s[0]
     if not before_s:
         return ""
-    if result.phase_s:
-        return f" ({format_seconds(before_s)} before the update)"
     name = ROLLOUT if any(p.name == ROLLOUT for p in result.phases) else SCORING
+    if result.phase_s and result.phase_s.get(name, 0.0) < _NEARLY_ALL * before_s:
+        return f" ({format_seconds(before_s)} before the update)"
     return f" ({name} {format_seconds(before_s)})"
 
 
