@@ -602,7 +602,8 @@ def test_a_rank_holds_its_share_of_the_experts_and_each_must_have_as_many_as_a_t
     model, held = mixture(tmp_path / "model"), {}
     for ranks in (1, 4):
         with fake_gpu("h100", enforce_capacity=False) as gpu:
-            trained(model, tmp_path / "out", dtype="bfloat16", bf16=True, use_cpu=False, expert_parallel_size=ranks)
+            more: dict[str, object] = {"expert_parallel_size": ranks, "gradient_accumulation_steps": 2}
+            trained(model, tmp_path / "out", dtype="bfloat16", bf16=True, use_cpu=False, **more)
         held[ranks] = gpu.peak_allocated_bytes
     experts = 16 * 2 * 3 * 64 * 256  # weights; each with its gradient and two moments, in bfloat16
     assert held[1] - held[4] == pytest.approx(0.75 * experts * 2 * 4, rel=0.1)
