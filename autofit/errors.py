@@ -69,6 +69,12 @@ class EnvironmentFault(AutofitError):
     """A fault of the machine: no space left, a database that cannot be read, a process that died."""
 
 
+def at_least_one(name: str, value: object) -> None:
+    """Raise ConfigError unless the option `name` is left out or a whole number from 1."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{option(name)} must be 1 or more; got {quoted(value)}")
+
+
 def nearest(given: str, known: Iterable[str]) -> str:
     """`"; the nearest valid one is 'x'"` if one of `known` is close to `given`, else an empty string."""
     names = list(known)

@@ -123,10 +123,11 @@ class FitCheck:
         return f"{self.step_s * 1e3:.4g} ms" if self.step_s < 1 else format_seconds(self.step_s)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        shown = [row for row in self.alive_at_peak if row.allocated_bytes * 1000 >= self.peak_allocated_bytes]
-        for row in shown[:PRINTED_ROWS]:
+        large = sum(row.allocated_bytes * 1000 >= self.peak_allocated_bytes for row in self.alive_at_peak)
+        shown = min(large, PRINTED_ROWS)  # the largest are first
+        for row in self.alive_at_peak[:shown]:
             yield row.category, format_bytes(row.allocated_bytes), str(row.count), row.short_place
-        rest = [row for row in self.alive_at_peak if row not in shown[:PRINTED_ROWS]]
+        rest = self.alive_at_peak[shown:]
         if rest:
             size, count = sum(row.allocated_bytes for row in rest), sum(row.count for row in rest)
             yield "the rest", format_bytes(size), str(count), f"{len(rest)} more place{'s' if len(rest) > 1 else ''}"

@@ -13,7 +13,7 @@ from typing import TypeVar
 from autofit.api.events import Event, OnEvent, silent
 from autofit.cluster.executor import Executor, executor_given
 from autofit.cluster.scheduler import check_commands
-from autofit.errors import AutofitError, ConfigError, Option, nearest, option, quoted
+from autofit.errors import AutofitError, ConfigError, Option, nearest, option
 from autofit.files import cannot_write, check_is_own
 from autofit.units import parse_bytes, parse_frac, parse_seconds
 
@@ -118,11 +118,6 @@ def executor_asked(given: str | Mapping[str, object] | Executor | None, *, debug
         )
     check_commands(found)
     return found
-
-
-def at_least_one(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{option(name)} must be 1 or more; got {quoted(value)}")
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -8,12 +8,11 @@ from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.table import Table
 
-from autofit.api.arguments import at_least_one
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, at_least_one
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.folding import Folding
 from autofit.forecast.shop import STEPS, Choice, Offer, OfferVerdict, Shop, choice

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
-from autofit.api.arguments import at_least_one, named_as_arguments, seconds, seconds_or_none, size
+from autofit.api.arguments import named_as_arguments, seconds, seconds_or_none, size
 from autofit.api.events import STOPPING, Event, OnEvent, silent
 from autofit.api.reading import (
     Given,
@@ -19,7 +19,7 @@ from autofit.api.reading import (
     source_of,
 )
 from autofit.api.tables import Shown
-from autofit.errors import Cancelled, ConfigError, EnvironmentFault
+from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one
 from autofit.files import Scratch
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words, then_lines

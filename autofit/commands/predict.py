@@ -122,7 +122,7 @@ def fit_check(options: argparse.Namespace) -> int:
     if not options.json:
         show_lines(str(found).splitlines())
     made, sought, until = list["Offer"](), _lacks_room(checked) and advice_s > 0, time.monotonic() + advice_s
-    for offer in _offers(options, checked, advice_s) if sought else ():
+    for offer in _offers(options, checked, until) if sought else ():
         made.append(offer)
         if not options.json:
             show_lines([str(offer) if len(made) > 1 else f"what makes it fit at the same effective batch:\n{offer}"])
@@ -140,8 +140,8 @@ def _lacks_room(checked: "ScriptCheck") -> bool:
     return not checked.found.fits and checked.found.least_capacity_bytes is not None and bool(checked.arguments)
 
 
-def _offers(options: argparse.Namespace, checked: "ScriptCheck", advice_s: float) -> "Iterator[Offer]":
-    """What makes a script fit that does not, as it is found."""
+def _offers(options: argparse.Namespace, checked: "ScriptCheck", until: float) -> "Iterator[Offer]":
+    """What makes a script fit that does not, as it is found `until` then."""
     from autofit.scripts.changes import Advice, asked_again
 
     given = {"--gpu": options.gpu, "--target-vram": options.target_vram, "--prompt-tokens": options.prompt_tokens,
@@ -149,9 +149,9 @@ def _offers(options: argparse.Namespace, checked: "ScriptCheck", advice_s: float
     words = [f"{name}={value}" for name, value in given.items() if value is not None]
     words += [f"--set={text}" for text in options.set]
     bar = Bar("fit-check", str(options.script))
-    bar.begin(ADVICE, most_s=advice_s)
+    bar.begin(ADVICE, most_s=until - time.monotonic())
     try:
-        ask = asked_again(words, [str(options.script), *options.arguments], time.monotonic() + advice_s)
+        ask = asked_again(words, [str(options.script), *options.arguments], until)
         yield from Advice(seen=checked.arguments, ask=ask).offers(checked.found.to_dict())
     finally:
         bar.end()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autofit.errors import ConfigError, nearest, option, quoted
+from autofit.errors import ConfigError, at_least_one, nearest, option, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import (
     TYPES,
@@ -46,8 +46,7 @@ class LaunchOptions:
     def check(self) -> None:
         """Raise ConfigError for numbers that cannot be."""
         for name, value in (("num_processes", self.num_processes), ("gpus", self.gpus), ("nodes", self.machines)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{option(name)} must be 1 or more; got {quoted(value)}")
+            at_least_one(name, value)
 
 
 NO_OPTIONS = LaunchOptions()

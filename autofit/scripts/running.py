@@ -117,7 +117,7 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     path = file = script.path
     if path.suffix == NOTEBOOK:
         file = made.folder / "notebook.py"
-        file.write_text(code_of(path), encoding="utf-8")
+        file.write_text(made.columns.code, encoding="utf-8")
     home = path.resolve().parent
     project = [str(folder) for folder in project_of(path)]
     fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)

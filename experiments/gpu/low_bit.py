@@ -24,6 +24,7 @@ from autofit.fakegpu.walks import TRAIN
 
 Part = tuple[str, int, Callable[[], object], Callable[[], object]]  # name, number of calls, what is before, the calls
 _WIDTH, _ROWS, _LAYERS, _TENSORS, _REPEATS = 64, 128, 8, 32, 200
+_SIZE = 4096  # of a tensor: smaller ones have states of 32 bits
 
 
 def _layers() -> dict[str, Callable[[], torch.nn.Module]]:
@@ -60,8 +61,8 @@ def of_layers() -> Iterator[Part]:
 
 
 def of_optimizers() -> Iterator[Part]:
-    for name, size in (("AdamW8bit", 4096), ("PagedAdamW8bit", 4096), ("AdamW", 4096), ("Lion8bit", 4096)):
-        weights = [torch.nn.Parameter(torch.zeros(size, device="cuda", dtype=torch.bfloat16)) for _ in range(_TENSORS)]
+    for name in ("AdamW8bit", "PagedAdamW8bit", "AdamW", "Lion8bit"):
+        weights = [torch.nn.Parameter(torch.zeros(_SIZE, device="cuda", dtype=torch.bfloat16)) for _ in range(_TENSORS)]
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
         optimizer = getattr(bnb.optim, name)(weights, lr=1e-9)

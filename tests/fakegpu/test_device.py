@@ -299,3 +299,12 @@ def test_a_torch_the_guard_does_not_know_falls_back_and_says_so(monkeypatch: pyt
     with pytest.raises(FakeGpuError, match="do not work here"), fake_gpu("l4", mode="cuda"):
         pass
     _cpu_training_works()
+
+
+def test_a_tensor_may_be_shared_with_other_processes() -> None:
+    """As datasets shares the epoch of its streams: a fake has no memory, and stays where it is."""
+    with fake_gpu("l4"):
+        for device in ("cpu", "cuda"):
+            epoch = torch.zeros(1, dtype=torch.int64, device=device)
+            assert epoch.share_memory_() is epoch
+    assert torch.zeros(1).share_memory_().is_shared()
