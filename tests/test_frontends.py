@@ -296,9 +296,39 @@ def test_explain_says_the_batch_and_ends_with_1_where_a_rule_is_broken(
     assert f"is not recognised as a file of {known} (it has stage of LLaMA-Factory)" in capsys.readouterr().err
 
 
-def test_explain_says_where_to_write_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "swift sft --model Qwen/Qwen2.5-7B-Instruct"]) == 2
-    assert "is a command, not a file; write it into one, such as run.sh, and name that" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["swift", "sft", "--model", "Qwen/Qwen2.5-7B-Instruct", "--max_length", "512"],
+        ["--", "swift", "sft", "--model", "Qwen/Qwen2.5-7B-Instruct", "--max_length", "512"],
+        ["swift sft --model Qwen/Qwen2.5-7B-Instruct --max_length 512"],
+        ["--set", "max_length=512", "swift", "sft", "--model", "Qwen/Qwen2.5-7B-Instruct", "--max_length", "2048"],
+        ["llamafactory-cli", "train", "run.yaml", "cutoff_len=512"],
+        ["--set", "cutoff_len=512", "llamafactory-cli", "train", "run.yaml", "cutoff_len=64"],
+        ["run.yaml", "--set", "cutoff_len=512", "--num-processes", "2"],
+        ["run.sh", "--set", "learning_rate=0.1", "--set", "max_length=512"],
+    ],
+    ids=lambda words: " ".join(words)[:20],
+)
+def test_explain_takes_a_command_as_words_and_changes_of_its_file(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(yaml.safe_dump({"template": "qwen", **LLAMA}))
+    Path("run.sh").write_text("swift sft \\\n  --model Qwen/Qwen2.5-7B-Instruct\n")
+    assert main(["explain", *words]) == 0
+    assert "up to 512 tokens" in capsys.readouterr().out
+
+
+def test_explain_says_that_a_file_is_missing_and_not_that_its_options_are_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = {"run --json": "the file run does not exist", "run.yaml --jsn": "the nearest valid one is '--json'",
+             "ls -l": "no training is started in the command", "": "required: FILE|COMMAND;"}  # fmt: skip
+    for words, said in wrong.items():
+        assert main(["explain", *words.split()]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_explain_loads_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,11 +22,25 @@ _SHARED: dict[str, dict[str, Any]] = {  # what several commands take, and mean t
     "--no-mlflow": {"action": "store_true", "help": "do not mirror trials to MLflow while searching"},
     "--json": {"action": "store_true", "help": "print one JSON object, last on stdout"},
 }
+_FILES = (".yaml", ".yml", ".json", ".sh", ".bash", ".py", ".ipynb", ".txt")  # names of files, and of no command
 _OPEN_STUDIES = ("search", "promote", "verify", "report", "studies", "sync", "ui", "monitor", "run", "export")
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, with the nearest valid option in place of the usage text."""
+
+    takes_command = False  # as `file` and `words`, which are all that stands behind it; options may follow a file
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if not self.takes_command or not found.words:
+            return found, unknown
+        if found.file.suffix not in _FILES and found.words[0].partition("=")[0] not in self._options():
+            return found, unknown
+        again, unknown = super().parse_known_args([*found.words, "--", str(found.file)], found)
+        return again, [*unknown, *again.words]
 
     def error(self, message: str) -> NoReturn:
         hint = ""
@@ -224,10 +239,15 @@ def parser() -> argparse.ArgumentParser:
     _launch(doctor)
 
     explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
-    explain.add_argument("file", type=Path, help="a YAML of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1, or a "
-                         "shell script that starts verl, ms-swift or TRL")  # fmt: skip
+    explain.takes_command = True
+    explain.add_argument("file", type=Path, metavar="FILE|COMMAND",
+                         help="a YAML of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1, a shell script that starts "
+                         "verl, ms-swift, TRL or their like, or such a command itself, behind the options")  # fmt: skip
+    explain.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     explain.add_argument("--num-processes", "--num_processes", dest="num_processes", type=int, metavar="N",
                          help="ranks (GPUs) that it is launched on, in place of what the file says")  # fmt: skip
+    explain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                         help="change a key of the file, in its tool's own spelling; may be given again")  # fmt: skip
     _shared(explain, "--json")
 
     script = _command(commands, "fit-check", "run a training script of your own on a simulated card for a few steps")
@@ -245,7 +265,8 @@ def parser() -> argparse.ArgumentParser:
     _shared(script, "--json")
     script.add_argument("script", type=Path, metavar="SCRIPT",
                         help="a Python script or a notebook (.ipynb); it sees no network")  # fmt: skip
-    script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    more = script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    more.required = False
 
     server = _command(commands, "server", "show or stop the kept server that makes the next command answer at once")
     server.add_argument("action", nargs="?", choices=("status", "stop"), default="status",

@@ -28,7 +28,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "estimate": ("estimate run.yaml --gpu a100-40gb", "estimate run.yaml --target-vram 24GB --prompt-tokens 512"),
     "advise": ("advise run.yaml", "advise run.yaml --cards a100-80gb,h100 --counts 1,8"),
     "doctor": ("doctor", "doctor run.yaml --gpu 4xa100-80gb"),
-    "explain": ("explain verl.sh", "explain llama_factory.yaml --num-processes 8"),
+    "explain": ("explain verl.sh --num-processes 8", "explain llamafactory-cli train run.yaml cutoff_len=1024"),
     "fit-check": ("fit-check --gpu rtx4090 train.py", "fit-check --gpu h100 --steps 3 train.py --batch-size 8"),
     "search": (
         "search run.yaml --target-vram 40GB",

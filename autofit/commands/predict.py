@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -80,9 +81,14 @@ def _numbers(given: str) -> list[int]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    from autofit.frontends.reading import explain as explained
+    from autofit.frontends.writing import COMMAND, explained
 
-    found = explained(options.file, ranks=options.num_processes)
+    words = [str(options.file), *options.words]
+    is_command = len(words) > 1 or (" " in words[0] and not options.file.exists())
+    text = None if not is_command else shlex.join(words) if len(words) > 1 else words[0]
+    found = explained(
+        COMMAND if is_command else options.file, settings(options.set), text=text, ranks=options.num_processes
+    )
     if options.json:
         print(json.dumps(found.to_json()))
     else:

@@ -37,6 +37,12 @@ def starts(text: str) -> bool:
     return next(_started(text), None) is not None
 
 
+def span(text: str) -> tuple[int, int]:
+    """(start, end) of the text of the first training that a script starts."""
+    command = next(_started(text))[0]
+    return command.start, command.end
+
+
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     """The recipe of the first training that a script in `folder` starts. Raises ConfigError."""
     found = list(_started(text))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError
 from autofit.frontends import (
     axolotl,
     hf_script,
@@ -121,15 +121,11 @@ def _named(tool: str, path: Path, made: Callable[[], Read]) -> Read:
         raise type(error)(f"{path}, read as a file of {tool}: {error.marked}") from error
 
 
-def explain(path: Path, *, ranks: int | None = None) -> Explanation:
-    """What the file says. Raises ConfigError for what is a file of none of the tools."""
+def explain(path: Path, *, text: str | None = None, ranks: int | None = None) -> Explanation:
+    """What the file says, or would with this `text`. Raises ConfigError for what is a file of none of the tools."""
     if path.suffix in SCRIPTS:
-        return _script(path, ranks)
-    if " -" in str(path) and not path.exists():
-        raise ConfigError(
-            f"{quoted(str(path))} is a command, not a file; write it into one, such as run.sh, and name that"
-        )
-    values = read_yaml_mapping(path, what="file")
+        return explain_script(script_text(path) if text is None else text, path, ranks=ranks)
+    values = read_yaml_mapping(path, what="file") if text is None else _mapping(text, path)
     tool = tool_of(values)
     if tool is None and (whose := trl_recipe.tool_of(values)) is not None and not tools_of(values):
         folder = path.resolve().parent
@@ -143,6 +139,12 @@ def explain(path: Path, *, ranks: int | None = None) -> Explanation:
     if tool is VERL:
         return verl_rules.explain(verl.on_gpus(values, ranks))
     return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
+
+
+def _mapping(text: str, path: Path) -> dict[str, object]:
+    values = parse_yaml(text)
+    assert isinstance(values, dict), path  # it was one before it was changed
+    return values
 
 
 def refusal(values: Mapping[str, object]) -> str | None:
@@ -165,8 +167,8 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
     return found if foreign is None else replace(found, lines=(*found.lines, *lines(foreign)), notes=foreign.notes)
 
 
-def _script(path: Path, ranks: int | None) -> Explanation:
-    text = script_text(path)
+def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explanation:
+    """What the training says that the script `path` with this `text` starts. Raises ConfigError."""
     if not verl.starts_verl(text):
         folder = path.resolve().parent
         if trl_script.starts_trl(text):

@@ -56,6 +56,12 @@ def starts_trl(text: str) -> bool:
     return next(_started(text), None) is not None
 
 
+def span(text: str) -> tuple[int, int]:
+    """(start, end) of the text of the first training that a script starts."""
+    command = next(_started(text))[0]
+    return command.start, command.end
+
+
 def training(text: str, *, folder: Path) -> Training:
     """The first training that a script starts. Raises ConfigError."""
     found = list(_started(text))

@@ -23,16 +23,19 @@ from autofit.frontends import (
     llama_factory,
     ms_swift,
     trl_recipe,
+    trl_script,
     verl_keys,
     verl_recipe,
     yaml_script,
 )
 from autofit.frontends.command import script_text
-from autofit.frontends.foreign import Foreign, summary
-from autofit.frontends.reading import SCRIPTS, read, read_script, read_values
-from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL
-from autofit.frontends.verl import span
+from autofit.frontends.foreign import Explanation, Foreign, summary
+from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
+from autofit.frontends.verl import span as verls_span
+from autofit.frontends.verl import starts_verl
 from autofit.recipe.source import Source, Stated, read_source
+from autofit.recipe.yaml_file import read_yaml_mapping
 
 
 def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:
@@ -157,6 +160,41 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     made = _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
     rest = {key: value for key, value in changes.items() if key not in own}
     return Changed(source=made, changes=rest, unknown=unknown)
+
+
+COMMAND = Path("the command")  # where a command is given itself, and no script
+
+
+def explained(
+    path: Path, changes: Mapping[str, object], *, text: str | None = None, ranks: int | None = None
+) -> Explanation:  # fmt: skip
+    """What a file of another tool says, with `changes` in the tool's own keys; a `text` is of a script, or a command.
+
+    Raises ConfigError for what is a file of none of the tools, and for a change that cannot be written into it.
+    """
+    if text is not None or path.suffix in SCRIPTS:
+        text = script_text(path) if text is None else text
+        for key, value in changes.items():
+            text = _in_any_script(text, key, value, path)
+        return explain_script(text, path, ranks=ranks)
+    if changes:
+        is_verls = tool_of(read_yaml_mapping(path, what="file")) is VERL
+        text = script_text(path)
+        for key, value in changes.items():
+            text = _in_yaml(text, verl_keys.whole(key) if is_verls else key, value)
+    return explain(path, text=text, ranks=ranks)
+
+
+def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
+    """`text` of the script `path` with `key` of the first training that it starts set to `value`."""
+    if starts_verl(text):
+        return _in_verls_script(text, verl_keys.whole(key), value)
+    if yaml_script.starts(text):
+        found = yaml_script.training(text, folder=path.resolve().parent)
+        if found.tool is LLAMA_FACTORY and found.config is not None:
+            _, end = yaml_script.span(text)
+            return f"{text[:end].rstrip()} {override(key, value)}{text[end:]}"  # of several, the last counts
+    return _in_script(text, key, value)
 
 
 def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[str, object]) -> bool:
@@ -379,9 +417,15 @@ def _flow(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
+_SPANS = (
+    (trl_script.starts_trl, trl_script.span), (yaml_script.starts, yaml_script.span),
+    (hf_script.starts, hf_script.span),
+)  # fmt: skip
+
+
 def _in_script(text: str, key: str, value: object) -> str:
     """`text` with `--key` of the first training that it starts set to `value`; all else stays."""
-    start, end = yaml_script.span(text) if yaml_script.starts(text) else ms_swift.span(text)
+    start, end = next((span(text) for starts, span in _SPANS if starts(text)), None) or ms_swift.span(text)
     words = value if isinstance(value, list) else [value]
     shown = " ".join(_shell(word) for word in words)
     given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-){_WORD})*")
@@ -402,7 +446,7 @@ def _in_verls_script(text: str, key: str, value: object) -> str:
     if len(places) == 1 and not places[0][1] and text.count(f"{name}=") == 1:
         found = places[0]
         return f"{text[: found.start()]}{found[2]}{shown.lstrip('+')}{text[found.end() :]}"
-    _, end = span(text)
+    _, end = verls_span(text)
     command = text[:end].rstrip()
     return f"{command} \\\n    {shown}{text[len(command) :]}"
 
