@@ -109,6 +109,8 @@ def test_a_recipe_of_an_older_trl_is_read_and_its_prompts_need_no_data(
     recipe = prepare(path, trainer="grpo", device="sim:t4", folder=tmp_path / "i", server=fork_server)
     assert (recipe.resolved["dtype"], recipe.longest_prompt_tokens) == ("bfloat16", 19)
     assert not {"torch_dtype", "max_prompt_length", "save_safetensors"} & set(recipe.values)
+    own = "with your torch_dtype as dtype and without your max_prompt_length, save_safetensors"
+    assert recipe.spelling == f"in the keys of {installed()}, {own}"
     assert [note.partition(":")[0] for note in recipe.notes][:3] == [
         f"keys of older libraries were read by their names in {installed()}",
         f"an older TRL cut prompts to max_prompt_length 19, and {installed()} cuts none",

@@ -31,7 +31,7 @@ RECORD = StudyRecord(
     sampler="tpe", baseline_predicted={"step_s": 1.5}, least_floor_bytes=5.0, screened=3, relaxed="the recipe tier",
     outside={"trial": 0}, sensitivity={"trial": 0}, predicted={"candidates": 1}, tiers={"dtype": "recipe"},
     left_out={"optim": "no card"}, other_names={"gradient_checkpointing": "activation_checkpointing"},
-    space="grpo.yaml", traits={"spare": {"less": ["a"], "proof": "harmless"}},
+    spelling="in the keys of TRL 1.16.0", space="grpo.yaml", traits={"spare": {"less": ["a"], "proof": "harmless"}},
     foreseen=({"tier": "neutral", "changes": {"lora_r": 4}, "step_s": 1.0, "device_used_bytes": 5},),
 )  # fmt: skip
 COMPARISON = Comparison(pairs=(Pair(baseline_s=2.0, finalist_s=1.0),), searched=Pair(baseline_s=2.5, finalist_s=1.0))

@@ -15,10 +15,13 @@ import yaml
 from autofit.errors import ConfigError
 from autofit.plugin.ranks import rank_environment
 from autofit.promotion.place import check_ranks
+from autofit.promotion.promotion import _of_made_up, _spelling
 from autofit.promotion.tuned import Tuned
+from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, THREADS, Launch
 from autofit.recipe.launching import launched
 from autofit.tracking.trial_run import with_launch
+from autofit.tuning.record import StudyRecord
 
 LAUNCHES = [
     Launch(ranks=2), Launch(ranks=4, sharding="fsdp2", offload="parameters"),
@@ -146,3 +149,20 @@ def test_ranks_that_this_machine_cannot_start_are_refused(launch: Launch, device
     assert "--write-only" in str(refused.value)
     assert len(str(refused.value)) <= 300
     check_ranks(Launch(ranks=2, sharding="fsdp2"), "cpu")
+
+
+def test_a_tuned_recipe_of_an_older_trl_names_the_keys_that_are_called_otherwise() -> None:
+    record = StudyRecord(spelling="in the keys of TRL 1.16.0, with your torch_dtype as dtype", values={"dtype": "auto"})
+    changes = {"activation_checkpointing_kwargs.offload": True, "activation_checkpointing": True, "dtype": "bfloat16"}
+    said = _spelling(record, changes)
+    assert said == (
+        "written in the keys of TRL 1.16.0, with your torch_dtype as dtype, activation_checkpointing_kwargs was "
+        "gradient_checkpointing_kwargs, activation_checkpointing was gradient_checkpointing: an older TRL needs the "
+        "older names"
+    )
+    assert not _spelling(StudyRecord(), changes)
+
+
+@pytest.mark.parametrize(("rollout", "rewards"), [(None, False), ("steps_per_generation", True)])
+def test_only_a_recipe_that_generates_is_asked_for_rewards_beside_its_data(rollout: str | None, rewards: bool) -> None:
+    assert ("reward_funcs" in _of_made_up(StudyRecord(keys=BatchKeys(rollout=rollout)))) is rewards

@@ -37,6 +37,16 @@ class Modern:
     inspection: Inspection
     notes: tuple[str, ...] = ()
     renamed: tuple[str, ...] = ()  # "max_seq_length as max_length", which the first note says
+    left_out: tuple[str, ...] = ()  # keys of the recipe that have no name now
+
+    @property
+    def spelling(self) -> str:
+        """How the recipe is written in today's keys, for a user of an older TRL; "" of a recipe of today."""
+        if not self.renamed and not self.left_out:
+            return ""
+        said = [f"with your {', '.join(self.renamed)}"] if self.renamed else []
+        said += [f"without your {', '.join(self.left_out)}"] if self.left_out else []
+        return f"in the keys of {installed()}, {' and '.join(said)}"
 
 
 def modern(values: Mapping[str, object], known: Collection[str], inspection: Inspection) -> Modern:
@@ -87,7 +97,10 @@ def modern(values: Mapping[str, object], known: Collection[str], inspection: Ins
         )  # fmt: skip
     if dropped:
         notes.append(f"keys of older libraries without an effect here were left out: {', '.join(dropped)}")
-    return Modern(values=found, inspection=replace(asked, changed=tuple(changed)), notes=tuple(notes), renamed=said)
+    gone = tuple(key for key in values if key not in found and key not in names and values[key] is not None)
+    return Modern(
+        values=found, inspection=replace(asked, changed=tuple(changed)), notes=tuple(notes), renamed=said, left_out=gone
+    )
 
 
 def _of_length(key: str, tokens: int, *, cuts: bool, taken: bool) -> str:

@@ -146,7 +146,7 @@ class TrlTrainer:
             tile_tokens=self.tile_tokens, forecasts=not model.sees,
             other_names=named.other_names,
             notes=(*read.notes, *moved, *named.notes, *of_weights, *model.notes, *notes, *note_of_ranks(tiers)),
-            version=installed(),
+            version=installed(), spelling=read.spelling,
             left_out={named.name_of(knob): why for knob, why in reasons.items()},
             architecture_hash=architecture_hash(str(config.model.model_name_or_path)),
             model_parameters=model.parameters, weights_bytes=model.weights_bytes,

@@ -65,6 +65,7 @@ class Facts:
     notes: tuple[str, ...] = ()  # what the user should know of how the recipe was read, a sentence each
     left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     version: str = ""  # of the library whose keys these are
+    spelling: str = ""  # how the keys of a recipe of older libraries are written, in half a sentence
     content_hash: str = ""  # of the data and the code that the recipe only names
     architecture_hash: str = ""  # of the model's shape, where the recipe only names it
 

@@ -116,6 +116,7 @@ def prepare(
         vocab_size=facts.vocab_size, embedding_parameters=facts.embedding_parameters, tile_tokens=facts.tile_tokens,
  forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
         architecture_hash=facts.architecture_hash, other_names=facts.other_names,
+        spelling=facts.spelling,
         notes=(*source.notes, *read.notes, *facts.notes, *short),
         version=facts.version, left_out=facts.left_out, foreign=source.foreign,
     )  # fmt: skip

@@ -44,7 +44,7 @@ from autofit.promotion.run_folder import RunFolder, ending_of, log_of
 from autofit.promotion.slurm_job import run_allocated
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
-from autofit.recipe.keys import Tier
+from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
 from autofit.recipe.server import RolloutServer
@@ -177,7 +177,10 @@ def plan_promotion(
         f"{describe_changes(chosen.changes, record.resolved)}\n"
         f"{proof.sentence}\n{sure}"
     )
-    remark = "" if record.trains_on_data else "its prompts were synthetic: add dataset_name, and your own reward_funcs"
+    if spelling := _spelling(record, chosen.yaml_changes):
+        comment += f"\n{spelling}"
+        say(f"the YAML is {spelling}")
+    remark = "" if record.trains_on_data else _of_made_up(record)
     tuned = Tuned(
         values=merge(given, {**chosen.yaml_changes, **extra}), comment=comment, command=record.command, remark=remark
     )
@@ -197,6 +200,20 @@ def plan_promotion(
         trains_on_data=record.trains_on_data, command=record.command, server=server,
         promise=promise_of(chosen, record, proof.sentence), own=_in_own_keys(record.foreign, chosen, say),
     )  # fmt: skip
+
+
+def _spelling(record: StudyRecord, changes: Mapping[str, object]) -> str:
+    """What a user of older libraries should know of the tuned YAML's keys; "" where the recipe has today's."""
+    older = {new: old for old, new in reversed(RENAMED)}
+    new = dict.fromkeys(outer for key in changes if (outer := key.partition(".")[0]) in older)
+    said = "".join(f", {key} was {older[key]}" for key in new if key not in record.values)
+    return f"written {record.spelling}{said}: an older TRL needs the older names" if record.spelling else ""
+
+
+def _of_made_up(record: StudyRecord) -> str:
+    if record.batch_keys.rollout is None:
+        return "its samples were synthetic: add dataset_name"
+    return "its prompts were synthetic: add dataset_name, and your own reward_funcs"
 
 
 def _in_own_keys(origin: Mapping[str, object], chosen: Trial, say: Callable[[str], None]) -> OwnFile | None:

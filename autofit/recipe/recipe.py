@@ -58,6 +58,7 @@ class Recipe:
     foreign: Mapping[str, object] = field(default_factory=dict)  # the file of another tool that it is: Source.foreign
     left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     version: str = ""  # of the library whose keys these are
+    spelling: str = ""  # how the keys of a recipe of older libraries are written, in half a sentence
     content_hash: str = ""
     architecture_hash: str = ""
 

@@ -68,6 +68,7 @@ class StudyRecord:
     tiers: Mapping[str, Tier] = field(default_factory=dict)  # knobs that change more than their space declares
     left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
+    spelling: str = ""  # how the keys of a recipe of older libraries are written, in half a sentence
     space: str = ""  # path of the trainer's own search space
     traits: Mapping[str, object] = field(default_factory=dict)  # {knob: what the searched space itself says of it}
     command: str | None = None  # command that runs a tuned recipe without autofit; the file name is appended

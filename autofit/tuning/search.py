@@ -170,6 +170,7 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
         effective_batch_size=recipe.effective_batch_size, cwd=Path.cwd(), allow=plan.space.allow, goal=plan.goal,
         keys=recipe.keys, compared=recipe.compared, command=recipe.command, trains_on_data=recipe.trains_on_data,
         tiers=dict(recipe.tiers), left_out=dict(recipe.left_out), other_names=dict(recipe.other_names),
+        spelling=recipe.spelling,
         space="" if recipe.space is None else str(recipe.space), traits=plan.space.stated, foreign=dict(recipe.foreign),
         sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan), predicted=_predicted(plan),
         least_floor_bytes=None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
