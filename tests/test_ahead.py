@@ -12,6 +12,8 @@ from at_once import AtOnce
 from search_driver import plan
 
 from autofit.api import searching
+from autofit.commands.bar import Bar
+from autofit.commands.search import _Display
 from autofit.forecast.estimate import Estimator
 from autofit.tuning.frontier import Trial, winner
 from autofit.tuning.search import Search, open_study
@@ -90,3 +92,15 @@ def test_advice_that_is_at_work_when_the_search_is_interrupted_is_cancelled(
     assert estimator.cancelled.is_set()
     assert ahead._made is not None
     assert ahead._made.done()
+
+
+def test_a_line_on_the_terminal_says_that_changes_are_looked_for_until_the_search_has_ended() -> None:
+    begun: list[str] = []
+
+    class Heard(Bar):
+        def begin(self, words: str, *, most_s: float | None = None) -> None:
+            begun.append(words)
+
+    search = _Display(Heard("search", "r.yaml"), live=True, streaming=False)
+    search.on_advice()
+    assert begun == ["reading the recipe", "looking for changes"]

@@ -138,6 +138,9 @@ def test_what_lies_outside_is_a_line_each_with_its_option() -> None:
     assert "--allow approximate or --allow recipe" in tries
     assert line == "  dtype None -> bfloat16 (approximate): 5.00 s a step, 9.00 GB, 1.80x   --set dtype=bfloat16"
     assert outside_lines([], {}, "neutral", fits=True) == []
+    full = replace(faster(below="neutral")[0][0], device_used_bytes=10 * GB, shown_bytes=9 * GB)  # a cache fills it
+    assert "9.00 GB" in full.outcome
+    assert "9.00 GB" in Outside.of(full, step_s=9.0).line({"dtype": None})
     *_, tries = outside_lines([replace(change, own="pure_bf16: true")], {"dtype": None}, "neutral", fits=True)
     assert tries.startswith("To use one: write it into your file. ")  # no --set stands above it
 

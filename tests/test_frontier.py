@@ -86,6 +86,12 @@ def test_at_any_tier_the_fastest_wins_and_the_highest_tier_of_equally_fast_ones(
     assert [best.number for best in found if best is not None] == [5, 6]
 
 
+def test_one_trial_is_told_as_one() -> None:
+    said = why([trial(0, 5.0, 2), trial(1, 4.0, 3, tier="recipe")], {}, 10 * GB)
+    assert "the only one probed that fits and keeps the neutral tier" in said
+    assert "1 faster trial changes more than the neutral tier allows" in said
+
+
 def test_a_lower_tier_fills_the_band_only_where_no_higher_one_does() -> None:
     rows = [trial(0, 1.0, 3), trial(1, 1.0, 6, tier="recipe"), trial(2, 2.0, 8, tier="recipe"),
             trial(3, 3.0, 8, tier="approximate")]  # fmt: skip

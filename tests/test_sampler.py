@@ -16,7 +16,7 @@ from autofit.space.space import Knob, Space
 from autofit.tuning.candidates import Grid
 from autofit.tuning.frontier import Goal, band_bytes
 from autofit.tuning.record import Stop, StopKind
-from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, make_sampler
+from autofit.tuning.sampler import SAMPLERS, CandidateSampler, PriorSampler, SamplerName, _percent, make_sampler
 
 GB = 10**9
 
@@ -282,6 +282,7 @@ def test_the_search_ends_when_little_is_left_to_gain_and_says_how_little() -> No
     assert stop.kind is StopKind.GAIN
     assert "below 1 %" in stop.words
     assert sampler.worth_another(study, min_gain_frac=None) is None
+    assert [_percent(share) for share in (0.0017, 4.1e-19)] == ["0.17 %", "less than 0.01 %"]
 
 
 def test_an_oom_teaches_that_like_candidates_need_more_than_was_predicted() -> None:

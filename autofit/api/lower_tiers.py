@@ -126,6 +126,7 @@ class Outside:
     step_s: float | None
     speedup: float | None  # over the winner; None where nothing fits without the change
     own: str = ""  # the change in the keys of the file that the recipe was, if that was another tool's
+    shown_bytes: int | None = None  # to judge it by, as `check` has it; None in a study of an earlier autofit
 
     @classmethod
     def of(cls, change: Change, step_s: float | None) -> "Outside":
@@ -134,12 +135,13 @@ class Outside:
             changes=change.changes, options=change.how, tier=change.tier, step_s=change.step_s,
             device_used_bytes=change.device_used_bytes,
             speedup=step_s / change.step_s if step_s and change.step_s else None, own=change.own,
+            shown_bytes=change.shown_bytes,
         )  # fmt: skip
 
     def line(self, original: Mapping[str, object]) -> str:
         """`dtype None -> bfloat16 (approximate): 8.35 s a step, 24.56 GB, 3.09x   --set dtype=bfloat16`."""
         figures = [] if self.step_s is None else [f"{format_seconds(self.step_s)} a step"]
-        figures += [format_bytes(self.device_used_bytes)]
+        figures += [format_bytes(self.shown_bytes or self.device_used_bytes)]
         figures += [] if self.speedup is None else [f"{self.speedup:.2f}x"]
         how = f"in your file: {self.own}" if self.own else self.options
         return f"{describe_changes(self.changes, original)} ({self.tier}): {', '.join(figures)}   {how}"

@@ -95,6 +95,7 @@ def search(
     advice: bool = True,
     on_event: OnEvent | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_advice: Callable[[], None] | None = None,
 ) -> SearchResult:  # fmt: skip
     """The Pareto front of step time and device-used bytes, and the fastest config that fits, as the study has them.
 
@@ -133,8 +134,9 @@ def search(
     `advice` simulates, after the search, what lies outside the allowed tier.
 
     Nothing is printed: `on_event` gets each thing that happens (`on_event=print` shows them), `on_progress` the state
-    of the search twice a second. Ctrl-C ends the probes at work and returns what was found, with `interrupted` set; a
-    KeyboardInterrupt is raised only before the first probe. No signal handler is installed, so any thread will do.
+    of the search twice a second, and `on_advice` hears that the simulations of advice begin. Ctrl-C ends the probes at
+    work and returns what was found, with `interrupted` set; a KeyboardInterrupt is raised only before the first probe.
+    No signal handler is installed, so any thread will do.
 
     Raises ConfigError for what cannot be searched, and EnvironmentFault where the machine is at fault.
     """
@@ -162,7 +164,7 @@ def search(
             ).engine.dispose()  # a server that is away, or only reads, is told at once
         server = fork_server(asked.folder)
         try:
-            run = _Run(asked, server, on_event or silent, on_progress)
+            run = _Run(asked, server, on_event or silent, on_progress, on_advice)
             studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
         finally:
             server.close()
@@ -200,9 +202,10 @@ class _Run:
         server: ForkServer,
         on_event: OnEvent,
         on_progress: Callable[[Progress], None] | None,
+        on_advice: Callable[[], None] | None,
     ) -> None:
         self._asked, self._server = asked, server
-        self._tell, self._on_progress = on_event, on_progress
+        self._tell, self._on_progress, self._on_advice = on_event, on_progress, on_advice
 
     def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
@@ -393,6 +396,8 @@ class _Run:
         best, estimator = winner(trials, **record.rule), self._estimator(plan, "advice")
         if estimator is None or is_known(record.outside, best, record.allow):
             return
+        if self._on_advice is not None:
+            self._on_advice()
         try:
             known = None if ahead is None else ahead.found(best, self._note)
             found = known or outside(best, trials, estimator, record.allow, tell=self._note)

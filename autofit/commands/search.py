@@ -18,7 +18,7 @@ from autofit.commands.common import (
     streams,
     terminate_like_interrupt,
 )
-from autofit.commands.predict import READING
+from autofit.commands.predict import ADVICE, READING
 from autofit.commands.studies import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
@@ -60,8 +60,9 @@ def search(options: argparse.Namespace) -> int:
             sampler=options.sampler, measured_steps=options.measured_steps, deadline=options.deadline,
             parallel=options.parallel, confirm=not options.no_confirm, seed=options.seed, study=options.study,
             folder=options.dir, mlflow=not options.no_mlflow, advice=not options.no_advice, executor=where,
-            on_event=display.on_event, on_progress=display.on_progress,
+            on_event=display.on_event, on_progress=display.on_progress, on_advice=display.on_advice,
         )  # fmt: skip
+        bar.end()
     options.json |= options.stream
     return show_result(options, result)
 
@@ -122,6 +123,10 @@ class _Display:
             self._status = self._console.status("starting")
             self._status.start()
         self._status.update(Text(str(progress)))
+
+    def on_advice(self) -> None:
+        self._still()
+        self._bar.begin(ADVICE)
 
     def close(self) -> None:
         """End the live lines."""

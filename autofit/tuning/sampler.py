@@ -265,7 +265,7 @@ class PriorSampler(CandidateSampler):
             words = f"nothing fits so far, and the likeliest candidate left fits with a probability of {found.fits:.1%}"
             return Stop(StopKind.HOPELESS, words)
         if fits >= enough and found.gain_frac < min_gain_frac and not found.leaner:
-            expected, wanted = (f"{100 * share:.2g} %" for share in (found.gain_frac, min_gain_frac))
+            expected, wanted = _percent(found.gain_frac), f"{100 * min_gain_frac:.2g} %"
             return Stop(StopKind.GAIN, f"the best candidate left is expected to gain {expected}, below {wanted}")
         return None
 
@@ -367,3 +367,8 @@ def make_sampler(
     }
     chosen = GPSampler(n_startup_trials=5, seed=seed) if name == "gp" else inner[name]
     return PlainSampler(grid, inner=chosen, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal)
+
+
+def _percent(share: float) -> str:
+    """`0.17 %`; what is next to nothing in words."""
+    return f"{100 * share:.2g} %" if share >= 1e-4 else "less than 0.01 %"

@@ -51,7 +51,8 @@ def reasons(
     of = f" of {format_bytes(target_bytes)}" if target_bytes is not None else ""
     lower = [t for t in fitting if TIERS.index(t.tier) > TIERS.index(best.tier)]
     faster = [] if at_any else [t for t in lower if cost(t) < cost(best)]
-    notes = [f"{len(faster)} faster trials change more than the {best.tier} tier allows"] if faster else []
+    one = "1 faster trial changes" if len(faster) == 1 else f"{len(faster)} faster trials change"
+    notes = [f"{one} more than the {best.tier} tier allows"] if faster else []
     compared = [t for t in rivals if t.comparison is not None]
     if compared and not best.changes:
         head = f"trial {best.number} wins: the recipe as it is, at {used}{of}"
@@ -66,11 +67,15 @@ def reasons(
         notes.insert(0, _level(best, min(level, key=cost), rule["target_bytes"]))
     if rule["goal"] == "utilisation" and not in_band(best, rule["target_bytes"]):
         notes.insert(0, f"No trial is between {BAND[0]:.0%} and {BAND[1]:.0%}")
-    tier = f", whatever their tier (its own is {best.tier})" if at_any else f" and keep the {best.tier} tier"
+    keeps = f"keeps the {best.tier} tier" if len(rivals) == 1 else f"keep the {best.tier} tier"
+    tier = f", whatever their tier (its own is {best.tier})" if at_any else f" and {keeps}"
+    of_which = "the only one probed that fits" if len(rivals) == 1 else (
+        f"{_WINS[rule['goal']]} of the {len(rivals)} probed that fit"
+    )  # fmt: skip
     gives = f"{format_seconds(best.step_s or 0)} a step{_against(best, baseline(trials), samples_word(original))}"
     return [
         f"trial {best.number} wins with {describe_changes(best.changes, original)}: {'among ' if level else ''}"
-        f"{_WINS[rule['goal']]} of the {len(rivals)} probed that fit{tier}",
+        f"{of_which}{tier}",
         f"It takes {gives}, and {used}{of}",
         *notes,
     ]
