@@ -96,6 +96,7 @@ CASES: dict[str, dict[str, object]] = {
     "ASFT": {"objective": "asft", "bf16": True},
     "OFT": {**LORA, "peft_adapter": {"peft_type": "OFT", "oft_block_size": 32}, "dtype": "bfloat16", "bf16": True},
     "AdaLoRA": {**LORA, "peft_adapter": {"peft_type": "ADALORA", "target_r": 4, "init_r": 6}},
+    "AdaMSS": {**LORA, "peft_adapter": {"peft_type": "ADAMSS", "r": 8, "num_subspaces": 3}, "dtype": "bfloat16"},
     "Bone": {**LORA, "peft_adapter": {"peft_type": "MISS", "r": 4}, "dtype": "bfloat16"},
     "GKD": {"objective": "gkd", **TAUGHT, "dtype": "bfloat16", "bf16": True, "beta": 0.5, "temperature": 0.9},
     "GKD, LoRA and the usual loss": {"objective": "gkd", **LORA, "beta": 0.0, "nll_weight": 0.1},
@@ -128,7 +129,8 @@ DEFAULT = (
 )
 
 
-THOROUGH = (  # two settings at once, each of which another case has
+THOROUGH = (  # two settings at once, each of which another case has; or one with a test of its mechanism elsewhere
+    "AdaMSS",
     "GKD, LoRA and the usual loss",
     "GKD, the likeliest words",
     "DPO, row by row",

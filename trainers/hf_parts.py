@@ -27,6 +27,8 @@ def other_adapter(lora: Any, given: Mapping[str, Any], *, total_steps: int) -> A
         options.setdefault("total_step", max(total_steps, _SOME_STEPS))
     try:
         return known[kind](**{**common, **options})
+    except ImportError as error:  # PEFT's own sentence says what to install
+        raise ConfigError(f"peft_adapter: {error}") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft_adapter: {kind} does not take these options: {error}") from error
 

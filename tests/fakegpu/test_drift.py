@@ -38,6 +38,15 @@ def test_every_patch_finds_its_target_in_the_versions_at_hand() -> None:
     assert device._DRIFT == []
 
 
+def test_adamss_which_clusters_a_weights_values_has_clusters_of_one_size() -> None:
+    layer = pytest.importorskip("peft.tuners.adamss.layer")
+    with fake_gpu("a100-40gb") as gpu:
+        clusters, count = layer.clustering_Z(torch.ones(10, 8, device="cuda"), 3, 10)
+        sizes = [len(rows) for rows in layer.seg_locations(clusters).values()]
+    assert (sizes, count) == ([4, 3, 3], 3)
+    assert "k-means was not run" in gpu.notes[-1]
+
+
 def test_a_patch_without_target_is_noted_with_its_reason_and_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers.cache_utils
     import transformers.core_model_loading as loading

@@ -133,6 +133,20 @@ def _save_model(original: Callable[..., object]) -> Callable[..., object]:
     return save
 
 
+def adamss_clusters(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """AdaMSS with clusters of rows that are as large as one another: k-means of unknown values finds a single one."""
+    original = untouched(module.clustering_Z)
+
+    def clustering(rows: torch.Tensor, num_subspaces: int, *args: object) -> object:
+        if not isinstance(rows, FakeTensor):
+            return original(rows, num_subspaces, *args)
+        gpu.note("AdaMSS's clusters of a weight's rows are taken to be of one size; k-means was not run")
+        count = min(num_subspaces, rows.shape[0])
+        return torch.tensor([row % count for row in range(rows.shape[0])]), count
+
+    yield module, "clustering_Z", clustering, "a fake has no values that could be clustered"
+
+
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,

@@ -263,6 +263,7 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.integrations.flex_attention": flex.transformers_flex,
     "transformers.modeling_flash_attention_utils": attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
+    "peft.tuners.adamss.layer": libraries.adamss_clusters,
     "transformers.core_model_loading": libraries.transformers_loading,
     "transformers.generation.continuous_batching.continuous_api": rollout.transformers_batching,
     "transformers.generation.utils": rollout.transformers_generation,
@@ -310,7 +311,10 @@ _CREATED = {
 }  # fmt: skip
 
 # Modules that older supported versions of their package do not have.
-_SINCE = {"trl.kernels.chunked_logprob": (1, 15), "trl.kernels.chunked_divergence": (1, 15)}
+_SINCE = {
+    "trl.kernels.chunked_logprob": (1, 15), "trl.kernels.chunked_divergence": (1, 15),
+    "peft.tuners.adamss.layer": (0, 21),
+}  # fmt: skip
 
 # These load CUDA libraries at import, so the simulated card is hidden from them while they are imported.
 _LOADED_WITHOUT_CUDA = ("bitsandbytes",)
