@@ -19,6 +19,7 @@ from autofit.recipe import catalogue
 from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
 from autofit.scripts.columns import Columns
 from autofit.scripts.data import MadeUp, stood_in
+from autofit.scripts.installs import _INSTALLS
 from autofit.scripts.notebook import code_of
 from autofit.scripts.others import shapes
 from autofit.scripts.packages import idle
@@ -128,6 +129,33 @@ def test_a_notebook_is_its_code_without_commands(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="no notebook of Jupyter's format"):
         code_of(path)
+
+
+INSTALLS = """
+!pip install -q autofit-is-not-there
+import os, subprocess, sys, torch
+get_ipython().system("pip install a")
+assert os.system("pip install -q autofit-is-not-there") == 0
+subprocess.check_call([sys.executable, "-m", "pip", "install", "autofit-is-not-there"])
+subprocess.run("uv pip install autofit-is-not-there && exit 3", shell=True, check=True)
+assert subprocess.check_output(["echo", "pip", "and", "install"]) == b"pip and install\\n"
+import pip
+assert pip.main(["install", "autofit-is-not-there"]) == 0
+torch.ones(2, device="cuda")
+"""
+
+
+def test_a_script_that_installs_packages_installs_none_and_a_note_names_each_command(tmp_path: Path) -> None:
+    path = tmp_path / "exported.py"  # by Colab, with a command of its notebook
+    path.write_text(INSTALLS)
+    notes = [note for note in fit_script(Script(path=path), gpu="l4").found.notes if "installs nothing" in note]
+    assert len(notes) == 4
+    assert notes[0] == "'pip install -q autofit-is-not-there' was not run: fit-check installs nothing"
+
+
+@pytest.mark.parametrize("command", ["python pip_install.py", "uv run train.py --add 3", "echo upgrade pip"])
+def test_a_command_that_installs_nothing_is_run(command: str) -> None:
+    assert _INSTALLS.search(command) is None
 
 
 @pytest.mark.parametrize(

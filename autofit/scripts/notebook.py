@@ -33,7 +33,7 @@ def code_of(path: Path) -> str:
         raise ConfigError(f"there is no script {quoted(str(path), 200)}") from error
     text = content.decode("utf-8", "replace")
     if path.suffix != SUFFIX:
-        return text
+        return _without_commands(text)
     try:
         cells = json.loads(text)["cells"]
         return "\n\n".join(_plain(cell) for cell in cells if cell["cell_type"] == "code")
@@ -44,10 +44,18 @@ def code_of(path: Path) -> str:
 def _plain(cell: dict[str, Any]) -> str:
     """A cell without `!pip install`, `%magic` and `name = !command`; one that is a whole `%%magic` is left out."""
     source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
-    if source.lstrip().startswith("%%"):
-        return ""
+    return "" if source.lstrip().startswith("%%") else _without_commands(source)
+
+
+def _without_commands(source: str) -> str:
     try:
         ast.parse(source)  # a line of Python may begin with %, too
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return _COMMAND.sub(r"\1pass", source)
     return source
+
+
+def has_commands(path: Path) -> bool:
+    """Whether a .py has a notebook's commands in it, as one that Colab exports."""
+    text = path.read_bytes().decode("utf-8", "replace")
+    return _without_commands(text) != text

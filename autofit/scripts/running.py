@@ -24,8 +24,9 @@ from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.scripts.columns import Columns
 from autofit.scripts.data import MadeUp, stood_in
 from autofit.scripts.fewer import Fewer
+from autofit.scripts.installs import nothing_installed, of_a_notebook
 from autofit.scripts.notebook import SUFFIX as NOTEBOOK
-from autofit.scripts.notebook import code_of
+from autofit.scripts.notebook import code_of, has_commands
 from autofit.scripts.own import project_of, whole_code
 from autofit.scripts.packages import idle
 
@@ -115,7 +116,7 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
 
     asked, seen = list[str](), dict[str, Any]()  # hosts that the script wanted to reach, and its arguments
     path = file = script.path
-    if path.suffix == NOTEBOOK:
+    if path.suffix == NOTEBOOK or has_commands(path):
         file = made.folder / "notebook.py"
         file.write_text(made.columns.code, encoding="utf-8")
     home = path.resolve().parent
@@ -135,9 +136,9 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
             mock.patch.object(sys, "argv", [str(path), *script.arguments]),
             mock.patch.object(sys, "path", [str(home), *sys.path, *project]), _without_own_modules(own),
             _without_network(asked), _stood_in(script, code, card, seen, made, own, fewer),
-            _counted(card, loop, steps, fewer),
+            _counted(card, loop, steps, fewer), nothing_installed(code, card.note),
         ):  # fmt: skip
-            runpy.run_path(str(file), run_name="__main__")
+            runpy.run_path(str(file), init_globals=of_a_notebook(made.columns.code), run_name="__main__")
     except _Enough:
         pass
     except torch.OutOfMemoryError as error:
