@@ -22,6 +22,7 @@ from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice
+from autofit.forecast.advice_text import advice_lines
 from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of, step_of_longest
 from autofit.forecast.ending import Ending
@@ -163,6 +164,15 @@ def test_an_end_before_the_last_change_is_told_with_what_was_found() -> None:
     assert not late.interrupted
     assert stopped.interrupted
     assert stopped.to_dict()["advice_ended_by"] == "interrupt"
+
+
+def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little() -> None:
+    none = Advice(ending=Ending.TIME)
+    said = "no change was simulated to its end in the time for advice; give more, such as --advice-time 2m"
+    over = result(CARD.capacity_bytes + GB)
+    assert check(over, none).advised == [said]
+    assert advice_lines(none, grpo_recipe(), over, CARD.capacity_bytes) == [f"{said}."]
+    assert check(over, replace(none, closest=MEND)).advised[0] == "no change was found"
 
 
 def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:

@@ -143,8 +143,10 @@ class Check(Shown):
             f"{format_bytes(change.shown_bytes)}{change.step_words}"
             for change in self.advice.changes
         ]
-        tried = "was found" if self.advice.ending else "that was tried makes it fit with room to spare"
-        return [*(lines or [f"no change {tried}"]), *ending_words(self.advice)]
+        if not lines and not self.advice.came_too_late:
+            tried = "was found" if self.advice.ending else "that was tried makes it fit with room to spare"
+            lines = [f"no change {tried}"]
+        return [*lines, *ending_words(self.advice)]
 
 
 def check(

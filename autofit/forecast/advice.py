@@ -44,6 +44,11 @@ class Advice:
     card: OtherCard | None = None  # the smallest other card that runs the recipe as it is
     ending: Ending | None = None  # what ended the search for it early; None where it came to its end
 
+    @property
+    def came_too_late(self) -> bool:
+        """Whether the search was ended before any change was simulated."""
+        return self.ending is not None and not (self.changes or self.faster or self.untried or self.closest)
+
 
 def cheapest_changes(
     recipe: Recipe, device: Device, probe: Probe, *, capacity_bytes: int, base: ProbeResult | None = None,

@@ -65,6 +65,8 @@ def ending_words(advice: Advice) -> list[str]:
         Ending.TIME: "not every change was tried in the time for advice (--advice-time)",
         Ending.INTERRUPT: "interrupted: not every change was tried",
     }
+    if advice.came_too_late and advice.ending is Ending.TIME:
+        return ["no change was simulated to its end in the time for advice; give more, such as --advice-time 2m"]
     return [] if advice.ending is None else [words[advice.ending]]
 
 
@@ -90,6 +92,8 @@ def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -
         yield f"the cheapest changes that {what}, predicted:"
         for change in advice.changes:
             yield f"  {change_line(change, recipe)}"
+        return
+    if advice.came_too_late:
         return
     tried = f"no change {'of the recipe' if advice.proven else 'that was tried of the recipe'}'s settings"
     tried += " leaves more room" if fits else " makes it fit"
