@@ -166,6 +166,15 @@ def test_an_end_before_the_last_change_is_told_with_what_was_found() -> None:
     assert stopped.to_dict()["advice_ended_by"] == "interrupt"
 
 
+def test_gaps_are_named_where_the_live_tensors_alone_would_fit() -> None:
+    over = result(CARD.capacity_bytes + 2 * GB, update_bytes=20 * GB)
+    (line,) = check(over).parts()[1:]
+    assert str(line).startswith("What decides: fragmentation. 20.")
+    assert "5." in str(line).partition("update, ")[2]
+    assert len(check(result(CARD.capacity_bytes + 2 * GB)).parts()) == 1  # live tensors
+    assert len(check(replace(over, least_capacity_bytes=None)).parts()) == 1
+
+
 def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little() -> None:
     none = Advice(ending=Ending.TIME)
     said = "no change was simulated to its end in the time for advice; give more, such as --advice-time 2m"

@@ -307,6 +307,7 @@ def test_explain_says_the_batch_and_ends_with_1_where_a_rule_is_broken(
         ["--set", "cutoff_len=512", "llamafactory-cli", "train", "run.yaml", "cutoff_len=64"],
         ["run.yaml", "--set", "cutoff_len=512", "--num-processes", "2"],
         ["run.sh", "--set", "learning_rate=0.1", "--set", "max_length=512"],
+        ["run.sh", "--set", "max_length=512", "--set", "deepspeed=null"],
     ],
     ids=lambda words: " ".join(words)[:20],
 )
@@ -315,9 +316,11 @@ def test_explain_takes_a_command_as_words_and_changes_of_its_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(yaml.safe_dump({"template": "qwen", **LLAMA}))
-    Path("run.sh").write_text("swift sft \\\n  --model Qwen/Qwen2.5-7B-Instruct\n")
+    Path("run.sh").write_text("swift sft \\\n  --deepspeed zero2 \\\n  --model Qwen/Qwen2.5-7B-Instruct\n")
     assert main(["explain", *words]) == 0
-    assert "up to 512 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "up to 512 tokens" in out
+    assert ("ZeRO-2" in out) == (words[0] == "run.sh" and "deepspeed=null" not in words)
 
 
 def test_explain_says_that_a_file_is_missing_and_not_that_its_options_are_no_training(

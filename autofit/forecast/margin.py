@@ -85,6 +85,16 @@ def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list
     return lines
 
 
+def gap_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
+    """What decides where all live tensors have room and the recipe does not fit all the same; [] elsewhere."""
+    if result.status is ProbeStatus.FIT or result.least_capacity_bytes is None:
+        return []
+    found = _live(result)
+    if found is None or found[1] > capacity_bytes or result.least_capacity_bytes <= capacity_bytes:
+        return []
+    return [_fragmentation(*found, result.least_capacity_bytes - found[1], recipe)]
+
+
 def _fullest(result: ProbeResult) -> str:
     """The phase whose reserved bytes are the most."""
     return max(result.phases, key=lambda phase: phase.peak_reserved_bytes).name if result.phases else "run"
@@ -92,19 +102,30 @@ def _fullest(result: ProbeResult) -> str:
 
 def _decides(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> str:
     """Which bytes decide: live ones, or the gaps between the allocator's blocks."""
-    needed = needed_bytes(result)
-    top = max(result.phases, key=lambda phase: phase.peak_allocated_bytes, default=None)
-    if top is None:
+    needed, found = needed_bytes(result), _live(result)
+    if found is None:
         return f"What decides: {format_bytes(needed)}, of which no part is known."
-    live = top.peak_allocated_bytes + top.device_used_bytes - top.peak_reserved_bytes  # with the CUDA context
+    phase, live = found
     gaps = needed - live
     if gaps <= _MATTERS_FRAC * needed or most_used_bytes(live, result.device) > capacity_bytes:
-        return f"What decides: the live tensors of the {top.name}, {format_bytes(live)} with the CUDA context."
+        return f"What decides: the live tensors of the {phase}, {format_bytes(live)} with the CUDA context."
+    return _fragmentation(phase, live, gaps, recipe)
+
+
+def _live(result: ProbeResult) -> tuple[str, int] | None:
+    """(the phase with the most live bytes, these bytes with the CUDA context); None where no phase is known."""
+    top = max(result.phases, key=lambda phase: phase.peak_allocated_bytes, default=None)
+    if top is None:
+        return None
+    return top.name, top.peak_allocated_bytes + top.device_used_bytes - top.peak_reserved_bytes
+
+
+def _fragmentation(phase: str, live: int, gaps: int, recipe: Recipe) -> str:
     closes = "" if _ALLOCATOR in str(recipe.values.get("env", "")) else (
         f"; {_ALLOCATOR}=expandable_segments:True usually closes most of them"
     )  # fmt: skip
     return (
-        f"What decides: fragmentation. {format_bytes(live)} are live in the {top.name}, {format_bytes(gaps)} are gaps "
+        f"What decides: fragmentation. {format_bytes(live)} are live in the {phase}, {format_bytes(gaps)} are gaps "
         f"between the allocator's blocks{closes}."
     )
 

@@ -424,12 +424,16 @@ _SPANS = (
 
 
 def _in_script(text: str, key: str, value: object) -> str:
-    """`text` with `--key` of the first training that it starts set to `value`; all else stays."""
+    """`text` with `--key` of the first training that it starts set to `value`, None: without it; all else stays."""
     start, end = next((span(text) for starts, span in _SPANS if starts(text)), None) or ms_swift.span(text)
     words = value if isinstance(value, list) else [value]
     shown = " ".join(_shell(word) for word in words)
     given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-){_WORD})*")
     places = list(given.finditer(text, start, end))
+    if value is None:
+        for found in reversed(places):
+            text = text[: found.start()] + text[found.end() :]
+        return text
     if places:  # of several, the last counts
         found = places[-1]
         return f"{text[: found.start()]}--{key} {shown}{text[found.end() :]}"
