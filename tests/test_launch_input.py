@@ -179,6 +179,10 @@ def test_the_name_of_a_card_may_say_how_many(
 
 
 def test_the_name_of_a_card_may_say_how_many_machines_of_how_many() -> None:
+    found, options = launch_options(gpu="8 x h100", accelerate_config=None, num_processes=None, gpus=None)
+    assert (found, options.gpus) == ("h100", 8)  # as answers have it
+    with pytest.raises(ConfigError, match="--gpu 0xh100 must name 1 card or more"):
+        launch_options(gpu="0xh100", accelerate_config=None, num_processes=None, gpus=None)
     found, options = launch_options(gpu="4x8xh100", accelerate_config=None, num_processes=None, gpus=None)
     assert (found, options.gpus, options.machines) == ("h100", 32, 4)
     with pytest.raises(ConfigError, match="--gpu 4x8xh100 says 32 cards, and --gpus 8"):

@@ -25,6 +25,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: !!set {x, y}", "got !!set"),
         ("a: !!float x", "could not convert"),
         ("a: !!int '_'", "not valid YAML"),
+        ("a: 1\n\tb: 2", "not valid YAML: a tab, where YAML takes spaces only"),
         ("a: !!bool maybe", "not valid YAML"),
         ('a: "\\UD008AA9C"', "not valid YAML"),
         ("b: 1\n? [a]\n: 1", "line 2: a key must be text, and is a list or a mapping"),

@@ -1,6 +1,7 @@
 """The options of every command. Imports nothing heavy, so that `autofit --help` answers at once."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 _UNKNOWN = "unrecognized arguments: "
+_NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
 _SHARED: dict[str, dict[str, Any]] = {  # what several commands take, and mean the same by
     "trial": {"metavar": "TRIAL", "help": "a trial's number, `best`, or `leanest`: the least memory on the front"},
     "--study": {"help": "name of the study (default: the one used last)"},
@@ -49,6 +51,10 @@ class _Parser(argparse.ArgumentParser):
             wrong = [word.partition("=")[0] for word in words if word.startswith("-")]
             hint = nearest(wrong[0], self._options()) if wrong else ""
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
+        if (no_command := _NO_COMMAND.match(message)) is not None:
+            (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+            hint = nearest(no_command[1], list(nested.choices))
+            message = f"there is no command {no_command[1]!r}"
         raise ConfigError(f"{without_secrets(message)}{hint}; see `{self.prog} --help`")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:

@@ -59,12 +59,14 @@ def launch_options(
 
     `8xa100-80gb` is 8 cards, `4x8xa100-80gb` is 4 machines of 8.
     """
-    named = None if gpu is None else re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x(\w.*)", gpu)
+    named = None if gpu is None else re.fullmatch(r"(?:(\d{1,5}) ?x ?)?(\d{1,5}) ?x ?(\w.*)", gpu)  # 8 x h100 too
     machines = None
     if named is not None:
         asked, gpu, each = named[0], named[3], int(named[2])
         cards = int(named[1] or 1) * each
         machines = int(named[1]) if named[1] else None
+        if cards < 1:
+            raise ConfigError(f"{option('gpu', asked)} must name 1 card or more")
         if gpus is not None and gpus != cards:
             raise ConfigError(
                 f"{option('gpu', asked)} says {cards} cards, and {option('gpus')} {gpus}; give one of them"

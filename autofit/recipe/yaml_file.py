@@ -96,6 +96,8 @@ def of_notebook(text: str) -> str:
 def _one_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    if "'\\t'" in problem:
+        problem = "a tab, where YAML takes spaces only"
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
 
 
