@@ -3,15 +3,18 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
 import lawful
 import pytest
 from at_once import AtOnce
+from rich.console import Console
 from search_driver import plan
 
 from autofit.api import searching
+from autofit.api.events import Event, TrialResult
 from autofit.commands.bar import Bar
 from autofit.commands.search import _Display
 from autofit.forecast.estimate import Estimator
@@ -104,3 +107,19 @@ def test_a_line_on_the_terminal_says_that_changes_are_looked_for_until_the_searc
     search = _Display(Heard("search", "r.yaml"), live=True, streaming=False)
     search.on_advice()
     assert begun == ["reading the recipe", "looking for changes"]
+
+
+def test_a_trial_on_the_terminal_keeps_numbers_with_their_units_and_is_indented(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    search = _Display(Bar("search", "r.yaml", shown=False), live=True, streaming=False)
+    shown = StringIO()
+    search._console = Console(file=shown, force_terminal=True, width=80)
+    row = TrialResult.of(Trial(number=0, tier="neutral", params={}, changes={}), None)
+    text = "trial 0 [neutral] the recipe as it is: fit, 4.00 GB (3.84 GB free), 30.8 ms, 3.08 s a step"
+    search.on_event(Event(text=text, trial=row))
+    assert shown.getvalue().splitlines() == [
+        "trial 0 [neutral] the recipe as it is: fit, 4.00 GB (3.84 GB free), 30.8 ms,",
+        "  3.08 s a step",
+    ]

@@ -22,6 +22,7 @@ from autofit.commands.predict import ADVICE, READING
 from autofit.commands.studies import show_result
 from autofit.errors import ConfigError
 from autofit.files import cache_folder
+from autofit.lines import on_terminal
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -108,7 +109,7 @@ class _Display:
         if event.interrupted:
             ignore_interrupts()
         if event.trial is not None and self._console.is_terminal:
-            self._console.print(event.text, markup=False, highlight=False)
+            self._console.print(on_terminal(event.text, is_terminal=True), markup=False, highlight=False)
             return
         self._still()
         say(str(event))
