@@ -140,6 +140,21 @@ def test_what_a_simulated_card_cannot_do_without_is_one_line(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_samples_that_are_cut_to_a_length_have_it_where_the_dataset_is_out_of_reach(
+    trainer: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    values = {"dataset_name": "no/such", "max_length": 300, "output_dir": str(tmp_path)}
+    worst_case = tmp_path / "i" / "worst_case.json"
+    by_length = inspect(trainer, {**values, "model_name_or_path": "Qwen/Qwen3-0.6B"}, SIM, worst_case, 300)
+    for model in ("Qwen/Qwen3-0.6B", str(tiny_model)):  # without a tokenizer, and with one
+        found = inspect(trainer, {**values, "model_name_or_path": model}, SIM, worst_case, None)
+        assert found["longest_sample_tokens"] == by_length["longest_sample_tokens"] == 300
+        assert "every sample counts as max_length, 300 tokens" in str(found["notes"])
+        with pytest.raises(ConfigError, match="or give --prompt-tokens N"):
+            inspect(trainer, {**values, "model_name_or_path": model, "max_length": None}, SIM, worst_case, None)
+
+
 def test_a_real_device_takes_no_stand_in_but_says_where_one_would_do(tiny_recipe: Path) -> None:
     with pytest.raises(ConfigError, match="the hub does not answer; a simulated card does not need it: --gpu NAME"):
         inspected(tiny_recipe, device="cpu", model_name_or_path="Qwen/Qwen3-4B")

@@ -1,5 +1,6 @@
 """Common parts of the plug-ins: datasets and trainers as TRL's scripts make them, and random weights."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset, load_dataset, load_from_disk
+from huggingface_hub import constants
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,6 +33,7 @@ from autofit.files import Scratch
 from autofit.plugin.protocol import WorstCase
 
 from .images import sees
+from .offline import OutOfReachError
 from .trl_config import TrlConfig
 
 # Settings turned off in a trainer that only prepares its dataset: each acts outside the process or needs a real model.
@@ -50,7 +53,10 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
-    """The train (or test) split of the dataset, loaded as TRL's script loads it."""
+    """The train (or test) split of the dataset, loaded as TRL's script loads it.
+
+    Raises OutOfReachError for a name on the hub, if that cannot be reached; ConfigError.
+    """
     script, mixture = config.script, config.datasets
     if not mixture.datasets and not script.dataset_name:
         raise ConfigError(NO_DATA)
@@ -60,7 +66,9 @@ def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
         else:
             splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"the dataset {dataset_name(config)} cannot be loaded: {short(error)}") from error
+        text = f"the dataset {dataset_name(config)} cannot be loaded: {short(error)}"
+        named = not mixture.datasets and not os.path.exists(script.dataset_name)  # on the hub, if anywhere
+        raise (OutOfReachError if named and constants.HF_HUB_OFFLINE else ConfigError)(text) from error
     except Exception as error:  # datasets raises classes of its own for broken files
         raise ConfigError(f"the dataset {dataset_name(config)} cannot be read: {short(error)}") from error
     key = "dataset_test_split" if evaluation else "dataset_train_split"

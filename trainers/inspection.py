@@ -19,6 +19,7 @@ from .common import NO_DATA, dtype_of
 from .offline import (
     NO_MODEL,
     STATE_IT,
+    OutOfReachError,
     made_up_dataset,
     read_config,
     stand_in_model,
@@ -43,7 +44,10 @@ class ModelFacts:
 
 
 def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, inspection: Inspection) -> TrlConfig:
-    """`config` with stand-ins for an unreachable model or dataset. Raises ConfigError."""
+    """`config` with stand-ins for an unreachable model or dataset.
+
+    Raises OutOfReachError if the dataset is to be read, and the model's tokenizer cannot be; ConfigError.
+    """
     from transformers import AutoTokenizer
 
     folder, prompt_tokens = inspection.worst_case.folder, inspection.prompt_tokens
@@ -62,7 +66,7 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
         if not (config.script.dataset_name or config.datasets.datasets):
             raise ConfigError(f"{NO_DATA}, {STATE_IT}")
         if model != name:
-            raise ConfigError(
+            raise OutOfReachError(
                 f"the tokenizer of {name!r} must be reachable to count the longest prompt; connect to it, {STATE_IT}"
             )
     else:

@@ -152,10 +152,19 @@ def not_a_list(name: str) -> str:
     )
 
 
+class OutOfReachError(ConfigError):
+    """A tokenizer or a dataset of the hub cannot be reached from here."""
+
+
 STATE_IT = (
     f"or give {option('prompt-tokens', 'N')}: a made-up sample of N tokens (of grpo and rloo: a prompt) then replaces "
     "the dataset"
 )
+
+
+def cut_samples(tokens: int) -> str:
+    """The note of a recipe whose dataset cannot be read, and whose samples are cut to `tokens`."""
+    return f"the dataset cannot be read from here: every sample counts as max_length, {tokens:,} tokens"
 
 
 @contextmanager
@@ -166,7 +175,7 @@ def or_stated(inspection: Inspection) -> Iterator[None]:
     except ConfigError as error:
         if not inspection.simulated or inspection.prompt_tokens is not None:
             raise
-        raise ConfigError(f"{error.marked}; {STATE_IT}") from error
+        raise type(error)(f"{error.marked}; {STATE_IT}") from error
 
 
 def clear(folder: Path) -> None:

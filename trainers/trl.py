@@ -22,7 +22,7 @@ from autofit.recipe.keys import BatchKeys, Tier, evaluates
 from . import offline
 from .common import Counts, lengths, read_worst_case, sampled, samples_per_step, split
 from .image_prompts import has_images
-from .inspection import architecture_hash, keep, model_facts, with_stand_ins
+from .inspection import ModelFacts, architecture_hash, keep, model_facts, with_stand_ins
 from .key_table import KeyTable, keep_table, kept_table, table_of
 from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
 from .knobs import at_top_level, left_out
@@ -85,6 +85,10 @@ class TrlTrainer:
         """Save the longest sample in the inspection's folder; returns its fields of `Facts`."""
         raise NotImplementedError
 
+    def most_tokens(self, config: TrlConfig) -> int | None:
+        """The length to which every sample is cut; None if some are not."""
+        return None
+
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:
         """Tokens of one optimizer step on one rank, at full length."""
         raise NotImplementedError
@@ -126,10 +130,16 @@ class TrlTrainer:
             given |= stored
             config = self.parse(given, overrides=device)
             resolved = {**resolved, **stored}
-        if inspection.simulated:
-            config = with_stand_ins(self.name, given, config, inspection)
-        model = model_facts(config, self.architecture(config), simulated=inspection.simulated)
-        longest = self.longest(config, inspection)
+        try:
+            config, model, longest = self._measured(config, given, inspection)
+        except offline.OutOfReachError:
+            tokens = self.most_tokens(config)
+            if tokens is None or not inspection.simulated or inspection.prompt_tokens is not None:
+                raise
+            offline.clear(inspection.worst_case.folder)
+            asked = replace(inspection, prompt_tokens=tokens)
+            config, model, longest = self._measured(config, given, asked)
+            longest["notes"] = (offline.cut_samples(tokens), *cast("tuple[str, ...]", longest.get("notes", ())))
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         notes = cast("tuple[str, ...]", longest.pop("notes", ()))
         tiers = dict(self.tiers(
@@ -153,6 +163,15 @@ class TrlTrainer:
             vocab_size=model.vocab_size, embedding_parameters=model.embedding_parameters,
             **longest,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    def _measured(
+        self, config: TrlConfig, given: dict[str, object], inspection: Inspection
+    ) -> tuple[TrlConfig, ModelFacts, dict[str, object]]:
+        """`config` with its stand-ins, the facts of the model, and those of the longest sample (`longest`)."""
+        if inspection.simulated:
+            config = with_stand_ins(self.name, given, config, inspection)
+        model = model_facts(config, self.architecture(config), simulated=inspection.simulated)
+        return config, model, self.longest(config, inspection)
 
     def _stored(self, config: TrlConfig, resolved: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
         """The settings by which the model's weights are quantised already, where the recipe says none; and notes."""
@@ -241,6 +260,10 @@ class SamplesTrainer(TrlTrainer):
     def worst_case(self, config: TrlConfig) -> tuple[Any, dict[str, Any], SampleLengths]:
         """(the longest row after TRL's tokenisation, truncation and packing; its facts; the lengths of all rows)."""
         raise NotImplementedError
+
+    def most_tokens(self, config: TrlConfig) -> int | None:
+        most = config.training.max_length
+        return most if isinstance(most, int) and most > 0 else None
 
     def prepared(self, config: TrlConfig, rows: Any) -> Any:
         """Some `rows` of the dataset, as the trainer trains on them."""
