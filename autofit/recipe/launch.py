@@ -144,7 +144,10 @@ class Launch:
             raise ConfigError(f"launch must be a mapping; got {quoted(given)}")
         unknown = [key for key in given if key not in cls.__slots__]
         if unknown:
-            raise ConfigError(f"unknown key launch.{unknown[0]}{nearest(str(unknown[0]), cls.__slots__)}")
+            raise ConfigError(
+                f"unknown key launch.{unknown[0]}; launch takes {', '.join(cls.__slots__)}; keys of accelerate belong "
+                "into a file: accelerate_config: FILE"
+            )
         return cls(**cast("dict[str, object]", dict(given)))  # type: ignore[arg-type]
 
     @classmethod

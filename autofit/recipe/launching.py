@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from autofit.errors import ConfigError, at_least_one, nearest, option, quoted
+from autofit.errors import ConfigError, at_least_one, option, quoted
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, read_accelerate_config
 from autofit.recipe.launch_keys import (
     TYPES,
@@ -310,9 +310,6 @@ def _made(found: _Reading, given: object) -> Launch:
         return launch
     if not isinstance(given, Mapping):
         raise ConfigError(f"launch must be a mapping; got {quoted(given)}")
-    unknown = [str(key) for key in given if key not in Launch.__slots__]
-    if unknown:
-        raise ConfigError(f"unknown key launch.{unknown[0]}{nearest(unknown[0], Launch.__slots__)}")
     return Launch.of({LAUNCH: {**launch.to_values(), **given}})
 
 
