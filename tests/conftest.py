@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ gc.disable()  # until all tests are collected: collections while modules are imp
 TOGETHER = {
     "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py",
     "tests/test_engine_probes.py", "tests/test_mlflow_pages.py", "tests/test_probe.py", "tests/test_promoted_run.py",
+    "tests/test_rank_runs.py",
     "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
     "tests/test_web.py",
 }  # fmt: skip
@@ -109,6 +111,10 @@ def pytest_collection_finish() -> None:
 
     Trainers collect garbage several times a training, which takes 0.35 s with torch, transformers and TRL in memory.
     """
+    if "autofit.tracking.database" in sys.modules:
+        import mlflow_template
+
+        mlflow_template.install()
     gc.collect()
     gc.freeze()
     gc.enable()
