@@ -19,9 +19,9 @@ from autofit.forecast.worker import Point, Structure
 from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUICK = (("deepseek_v3", 0, False),)
-# Linear attention. Thorough: attention that slides by a pattern (in CI by fakegpu/test_expand.py), in chunks, Mamba,
-# experts where the config says, a rollout with a plain cache (fakegpu/test_formula.py), a compressed and a sliding one
+# Linear attention, with experts. Thorough: attention that slides by a pattern (in CI by fakegpu/test_expand.py), in
+# chunks, Mamba, experts where the config says, a rollout with a plain cache (fakegpu/test_formula.py), a compressed and
+# a sliding one
 MECHANISMS = (("qwen3_next", 0, False),)
 PATTERNS = ("gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm4_moe", "llama4_text", "jamba", "qwen3_next")
 ROLLING = ("llama", "gpt2", "olmo3", "qwen2_moe", "deepseek_v2", "llama4_text", "gemma2", "mixtral")
@@ -33,8 +33,8 @@ CASES = [
 
 
 def marks_of(case: tuple[str, int, bool]) -> tuple[pytest.MarkDecorator, ...]:
-    """When a case runs: by default, in CI, or with every other architecture (`nox -s thorough`)."""
-    return () if case in QUICK else (pytest.mark.slow,) if case in MECHANISMS else (pytest.mark.thorough,)
+    """When a case runs: in CI, or with every other architecture (`nox -s thorough`)."""
+    return (pytest.mark.slow,) if case in MECHANISMS else (pytest.mark.thorough,)
 
 
 def structure_of(
@@ -96,7 +96,7 @@ def test_a_forecast_of_an_architecture_is_exact_or_rules_nothing_out(
     assert abs(mismatch.seconds_frac) < 0.001  # none was more than 0.034 % off
 
 
-@pytest.mark.thorough  # 33 s; CI has a random deepseek_v3 above, and layers told apart by their modules below
+@pytest.mark.thorough  # 33 s; CI has layers told apart by their modules below, and a random pattern of experts above
 def test_dense_layers_first_are_seen_in_a_real_grpo_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_words(tmp_path / "model")

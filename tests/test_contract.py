@@ -135,7 +135,7 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one(recipe: Recipe, fork_se
 WHOLE = NEW[1]  # searched, proven and trained below
 # Simulated in test_simulated.py and test_hf.py, probed in test_probe.py; of the others each is either in CI.
 SIMULATED_ELSEWHERE = ("grpo", "sft", "dpo", "reward", "hf", WHOLE, "safe_dpo:TRAINER")
-PROBED_ELSEWHERE = ("grpo", WHOLE, "rloo", "two_roles:TRAINER")
+PROBED_ELSEWHERE = ("grpo", "sft", "dpo", WHOLE, "rloo", "two_roles:TRAINER")
 
 
 def these(elsewhere: Sequence[str]) -> list[object]:

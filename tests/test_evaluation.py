@@ -286,6 +286,7 @@ def test_each_of_several_ranks_evaluates_a_batch_with_the_bytes_of_real_ones(
     real = real_peaks(replace(found, folder=tmp_path), launch, tmp_path / "ranks", fork_server)
     plain = {key: value for key, value in found.values.items() if key not in (LAUNCH, "use_cpu")}
     for rank in real:
+        assert -0.0005 <= rank.error_frac <= 0  # what a probe's tracker counts, as in test_rank_probes.py
         with simulated_rank(launch, rank.rank):
             before, fake = peaks_of_fakes(trainer, plain, tmp_path, device="sim:h100")
         print(f"rank {rank.rank}: real {rank.allocator_bytes}, simulated {before} and {fake}")

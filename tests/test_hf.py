@@ -140,6 +140,11 @@ THOROUGH = (  # two settings at once, each of which another case has; or one wit
     "KTO as TRL's",
     "ORPO as LLaMA-Factory's",
     "packed",
+    # Bytes of a classifier with LoRA are compared below; of the other adapters OFT's, and which modules they have
+    "classes",
+    "reward",
+    "AdaLoRA",
+    "Bone",
 )
 
 

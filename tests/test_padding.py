@@ -140,14 +140,16 @@ ROWS = {  # each text gets an end, a token more
     "padding-free uneven": ([63, 62] * 8, _PADDING_FREE),
 }
 QUICK = {("bfd short", "sdpa"), ("wrapped", "sdpa"), ("padding-free uneven", "sdpa")}
-OTHER_KERNELS = {"bfd", "padded"}  # rows with and without boundaries, which each kernel treats in its own way
+OTHER_KERNELS = {"bfd"}  # rows with boundaries, which each kernel treats in its own way
+HELD = {("bfd", "sdpa"), ("padding-free", "sdpa")}  # by rows of one kind that are short or uneven
 
 
 def _marks_of(way: str, attention: str) -> tuple[pytest.MarkDecorator, ...]:
     if (way, attention) in QUICK:
         return ()
     other = way in OTHER_KERNELS and attention == FLASH  # eager has no kernel of its own
-    return (pytest.mark.slow,) if attention == "sdpa" or other else (pytest.mark.thorough,)
+    sampled = attention == "sdpa" and (way, attention) not in HELD
+    return (pytest.mark.slow,) if sampled or other else (pytest.mark.thorough,)
 
 
 @pytest.mark.parametrize(

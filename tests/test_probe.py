@@ -117,9 +117,11 @@ def test_a_limit_makes_a_real_oom_with_its_phase_and_bytes(
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"use_peft": False, "beta": 0.04}, "full"), ({"bf16": True, "dtype": "bfloat16"}, "bf16"),
-     ({"beta": 0.1}, "adapter off"), ({"load_in_4bit": True}, "4bit"), ({"load_in_8bit": True}, "8bit"),
-     ({"steps_per_generation": 1}, "chunks")],
+    # CI has the peak of a full GRPO training, evaluations in bfloat16 and with the adapter off, real ranks with 4 bits
+    [*(pytest.param(*case, marks=pytest.mark.thorough) for case in [
+        ({"use_peft": False, "beta": 0.04}, "full"), ({"bf16": True, "dtype": "bfloat16"}, "bf16"),
+        ({"beta": 0.1}, "adapter off"), ({"load_in_4bit": True}, "4bit")]),
+     ({"load_in_8bit": True}, "8bit"), ({"steps_per_generation": 1}, "chunks")],
 )  # fmt: skip
 def test_other_recipes_run(
     recipe: Recipe, tmp_path: Path, fork_server: ForkServer, changes: dict[str, object], named: str
@@ -293,7 +295,8 @@ def _message(entry: str, folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("trainer", "changes"),
-    [("grpo", {}), pytest.param("grpo", {"use_peft": False, "beta": 0.04}, marks=pytest.mark.slow),
+    [pytest.param("grpo", {}, marks=pytest.mark.thorough),  # with LoRA CI has it of ranks (test_evaluation.py)
+     pytest.param("grpo", {"use_peft": False, "beta": 0.04}, marks=pytest.mark.slow),
      *(pytest.param(*case, marks=pytest.mark.thorough) for case in [
         ("sft", {}), ("dpo", {"use_peft": False}), ("reward", {}),
         ("grpo", {"bf16": True, "dtype": "bfloat16"}), ("dpo", {"precompute_ref_log_probs": True}),

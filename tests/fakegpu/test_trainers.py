@@ -22,7 +22,9 @@ from .tiny_trainers import Case, build_model, config, tokenizer, train
 @pytest.mark.parametrize(
     ("kind", "lora_rank"),
     [("sft", None), ("grpo", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("dpo", None), ("reward", None), ("grpo", None), ("sft", 8), ("dpo", 8), ("reward", 8)])],
+        ("dpo", None), ("reward", 8)]),
+     *(pytest.param(*case, marks=pytest.mark.thorough) for case in [
+        ("reward", None), ("grpo", None), ("sft", 8), ("dpo", 8)])],
 )  # fmt: skip
 def test_every_trainer_runs_and_holds_its_optimizer_state(kind: str, lora_rank: int | None, tmp_path: Path) -> None:
     case = Case(kind=kind, lora_rank=lora_rank, bf16=True, use_cpu=False, checkpointing=True)
