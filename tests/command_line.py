@@ -86,12 +86,12 @@ class Started:
             self._server.close()
 
 
-def start(folder: Path, *words: str, stdout: IO[Any], stderr: IO[Any]) -> Started:
-    """The command `words` at work in `folder`."""
+def start(folder: Path, *words: str, stdout: IO[Any], stderr: IO[Any], stdin: IO[Any] | None = None) -> Started:
+    """The command `words` at work in `folder`; without a `stdin` it reads nothing."""
     line = _reached(server(), within_s=_CALL_S)
     line.settimeout(_CALL_S)
     with open(os.devnull) as nothing:
-        streams = [nothing.fileno(), stdout.fileno(), stderr.fileno()]
+        streams = [(stdin or nothing).fileno(), stdout.fileno(), stderr.fileno()]
         taken = kept_server.is_taken(line, words, folder, streams=streams)
     assert taken, "the kept server is of other code: it was changed while the tests ran"
     kept_server.go(line)

@@ -6,11 +6,8 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-import command_line
 import pytest
-import tiny
 
-import autofit
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.errors import ConfigError
 from autofit.files import write_json
@@ -292,35 +289,3 @@ def test_the_simulated_card_itself_needs_no_word(monkeypatch: pytest.MonkeyPatch
     assert training_device("sim:a100-40gb", "auto") == "cuda"
     with pytest.raises(ConfigError, match=r"another card \(NVIDIA A100-SXM4-40GB\)"):
         training_device("sim:t4", "auto")
-
-
-@pytest.mark.slow
-def test_a_promoted_run_ends_with_its_contract_and_the_report_shows_it(tmp_path: Path, tiny_model: Path) -> None:
-    tiny.write_offline_recipe("sft", tmp_path, tiny_model, max_steps=8)
-    searched = command_line.run(
-        tmp_path, "search", "run.yaml", "--target-vram", "1GB", "--device", "cpu", "--trials", "1", "--trainer", "sft",
-        "--no-confirm",
-    )  # fmt: skip
-    assert searched.returncode == 0, searched.stderr
-    done = command_line.run(tmp_path, "promote", "best", "--json")
-    assert done.returncode == 0, done.stderr
-    study, *_ = done.stderr.splitlines()
-    assert study.startswith("study run-")
-    assert study.endswith("(used last)")
-    assert "promised (measured on " in done.stderr
-    final = json.loads(done.stdout.splitlines()[-1])
-    by_key = {row["key"]: row for row in final["contract"]}
-    assert list(by_key) == ["device_used_bytes", "step_s", "samples_per_s", "effective_batch_size", "proof"]
-    batch = by_key["effective_batch_size"]
-    assert (batch["promised"], batch["actual"], batch["kept"]) == (8, 8, True)
-    assert by_key["device_used_bytes"]["actual"] is None
-    assert by_key["step_s"]["promised"] > 0
-    assert by_key["step_s"]["actual"] > 0
-    assert final["verdict"].startswith(
-        ("the promise is kept: ", "the promise is broken: step")
-    )  # a busy machine is slow
-    found = autofit.report(folder=tmp_path / "autofit-studies")
-    (run,) = json.loads(json.dumps(found.to_dict()))["promoted"]
-    assert (run["contract"], run["verdict"], run["state"]) == (final["contract"], final["verdict"], "done")
-    assert "Full run of trial 0 on cpu: done, step 8 of 8" in str(found)
-    assert not (tmp_path / "autofit-studies" / "mlflow.db").exists()  # AUTOFIT_MLFLOW=0; `mirrored` tests are without

@@ -108,25 +108,26 @@ def test_a_forecast_with_vllm_agrees_with_the_trainer(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
             "vllm_enable_sleep_mode": True, "vllm_max_model_length": 512}  # fmt: skip
-    recipe = yaml.safe_load(tiny.write_recipe(tmp_path, tiny.write_model(tmp_path / "m", layers=5), **vllm).read_text())
+    model_path = tiny.write_model(tmp_path / "m", layers=5)
+    recipe = yaml.safe_load(tiny.write_recipe(tmp_path, model_path, use_peft=False, **vllm).read_text())
     worst_case = tmp_path / "worst_case.json"
     values: Any = inspect("grpo", recipe, "sim:l4", worst_case)["values"]
     structure = Structure(
         trainer="grpo", keys=ROLLOUTS, tile_tokens=TILE_TOKENS, values=values, device="sim:l4", large=False,
-        worst_case=str(worst_case), reused=False, varies_rank=True,
-        ranges={"B": (1, 64), "G": (1, 256), "C": (8, 300), "r": (2, 32)},
-        hold_out={"B": 4, "C": 33, "r": 5, "accumulation": 2, "chunk": 2},
+        worst_case=str(worst_case), reused=False, varies_rank=False,
+        ranges={"B": (1, 64), "G": (1, 256), "C": (8, 300)},
+        hold_out={"B": 4, "C": 33, "accumulation": 2, "chunk": 2},
     )  # fmt: skip
     model, mismatch, _ = structure.model()
     assert mismatch.bytes_frac < 1e-4
     changed = values | {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 2,
-        "num_generations": 4, "max_completion_length": 48, "vllm_gpu_memory_utilization": 0.6, "lora_r": 6,
+        "num_generations": 4, "max_completion_length": 48, "vllm_gpu_memory_utilization": 0.6,
     }  # fmt: skip
     with fake_gpu("l4", enforce_capacity=False) as gpu:
         task = Task(device="sim:l4", output=tmp_path / "o", worst_case=WorstCase(path=worst_case), steps=2)
         load("grpo").build(changed, task).train(Report())
     prompt_tokens = int(WorstCase(path=worst_case).facts["prompt_tokens"])
-    parts = Parts.of(model, 5, (Shape(2, 4, 2, 48, 6, 4, 0.6, 512),)).with_engine(model.engine, prompt_tokens)
+    parts = Parts.of(model, 5, (Shape(2, 4, 2, 48, 0, 4, 0.6, 512),)).with_engine(model.engine, prompt_tokens)
     assert parts.live_bytes[0] == pytest.approx(gpu.memory.allocator.peak_requested_bytes, rel=1e-5)
     assert 2 * parts.step_s[0] == pytest.approx(gpu.elapsed_s, rel=0.3)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import select
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import command_line
 import pytest
 
 from autofit import Executor
@@ -138,10 +138,10 @@ def share_of_t1(completions, **kwargs):
 def test_a_breakpoint_in_a_reward_stops_in_the_users_terminal(tiny_recipe: Path) -> None:
     (tiny_recipe.parent / "tiny_rewards.py").write_text(REWARD_THAT_STOPS)
     options = "--device cpu --target-vram 4GB --executor debug --trials 1 --no-confirm --no-advice --no-mlflow"
-    command = [sys.executable, "-m", "autofit", "search", str(tiny_recipe), *options.split()]
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
+    with open(theirs, "r+b", buffering=0) as end:
+        words = ["search", str(tiny_recipe), *options.split()]
+        process = command_line.start(tiny_recipe.parent, *words, stdin=end, stdout=end, stderr=end)
     said, answered = b"", False
     with suppress(OSError):  # Linux says EIO at the terminal's end
         while select.select([ours], [], [], 240)[0] and (new := os.read(ours, 4096)):

@@ -1,5 +1,6 @@
 """Folders that cannot be written, or not be read: one line each, for root on a read-only mount and for another user."""
 
+import multiprocessing
 import os
 import sqlite3
 import subprocess
@@ -9,10 +10,13 @@ from contextlib import closing
 from pathlib import Path
 
 import command_line
+import lawful
 import pytest
 import search_driver
+from at_once import AtOnce
 
 from autofit.cli import main
+from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import open_storage
 
 COMMANDS = (["report"], ["studies"], ["sync"], ["monitor", "--once"], ["promote", "best"], ["ui"])
@@ -49,10 +53,18 @@ def test_a_read_only_folder_is_one_line(
         assert "Read-only file system; choose another place" in lines[0]
 
 
+def _search(folder: Path) -> None:
+    wanted = search_driver.plan(folder, 2)
+    Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once)).run()
+
+
 @pytest.mark.slow
 def test_a_mirror_that_cannot_be_written_is_one_line(read_only: Path) -> None:
-    subprocess.run([sys.executable, search_driver.__file__, read_only, "2"], check=True)
     # In processes of their own, which close all files.
+    searching = multiprocessing.get_context("fork").Process(target=_search, args=(read_only,))
+    searching.start()
+    searching.join()
+    assert searching.exitcode == 0
     assert command_line.run(read_only, "sync", "--dir", str(read_only)).returncode == 0
     with closing(sqlite3.connect(read_only / "mlflow.db")) as database, database:
         database.execute("DELETE FROM tags")  # so that there is something to write

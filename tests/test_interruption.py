@@ -244,13 +244,13 @@ def signalled(folder: Path, values: dict[str, object], server: ForkServer, numbe
 def test_every_signal_ends_a_run_at_a_checkpoint_and_none_changes_what_it_trains(
     values: dict[str, object], tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    long = {**values, "max_steps": 60, "save_strategy": "no"}
+    long = {**values, "max_steps": 40, "save_strategy": "no"}
     folder, whole = tmp_path / "run", tmp_path / "whole"
     folder.mkdir()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGUSR1):  # SIGTERM: test_rank_runs.py; SIGUSR2: test_slurm_promote.py
         code, steps = signalled(folder, long, fork_server, number)
         assert code == 0
-        assert steps < 60
+        assert steps < 40
         assert checkpoints(folder / "out")[0] == own_checkpoints(folder / "out") / f"checkpoint-{steps}"
         assert len(checkpoints(folder / "out")) <= 2
     code, steps = signalled(folder, long, fork_server, signal.SIGKILL)
@@ -258,12 +258,12 @@ def test_every_signal_ends_a_run_at_a_checkpoint_and_none_changes_what_it_trains
     ours, theirs = train(folder, long, fork_server), train(whole, long, fork_server)
     assert ours is not None
     assert theirs is not None
-    assert (ours["steps"], ours["final_loss"]) == (60, theirs["final_loss"])
+    assert (ours["steps"], ours["final_loss"]) == (40, theirs["final_loss"])
     same = ("step", "loss", "grad_norm", "learning_rate")
     assert [[line[key] for key in same] for line in read_progress(folder)] == [
         [line[key] for key in same] for line in read_progress(whole)
     ]
-    assert [e.kind for e in life_of(folder)] == [Kind.RESUME] * 5
+    assert [e.kind for e in life_of(folder)] == [Kind.RESUME] * 3
     assert not own_checkpoints(folder / "out").exists()  # of no use once the run is done
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import tiny
 import yaml
 from command_line import run
 
+import autofit
 from autofit.files import read_json, write_json
 from autofit.probing.fork_server import ForkServer
 from autofit.tracking.runs import client, experiment_id
@@ -158,10 +160,44 @@ def _trained(folder: Path, trainer: str, values: dict[str, object], server: Fork
     return read_json(folder / "final.json")
 
 
+@pytest.fixture(scope="module")
+def promoted(studied: Path) -> "subprocess.CompletedProcess[str]":
+    """The command that trained trial 0 to its end, mirrored to MLflow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("AUTOFIT_MLFLOW")
+        done = run(studied, "promote", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("mirrored")
+def test_a_full_run_ends_with_its_contract_and_the_report_shows_it(
+    studied: Path, promoted: "subprocess.CompletedProcess[str]"
+) -> None:
+    study, *_ = promoted.stderr.splitlines()
+    assert study.startswith("study run-")
+    assert study.endswith("(used last)")
+    assert "promised (measured on " in promoted.stderr
+    final = json.loads(promoted.stdout.splitlines()[-1])
+    by_key = {row["key"]: row for row in final["contract"]}
+    assert list(by_key) == ["device_used_bytes", "step_s", "samples_per_s", "effective_batch_size", "proof"]
+    batch = by_key["effective_batch_size"]
+    assert (batch["promised"], batch["actual"], batch["kept"]) == (8, 8, True)
+    assert by_key["device_used_bytes"]["actual"] is None
+    assert by_key["step_s"]["promised"] > 0
+    assert by_key["step_s"]["actual"] > 0
+    assert final["verdict"].startswith(
+        ("the promise is kept: ", "the promise is broken: step")
+    )  # a busy machine is slow
+    found = autofit.report(folder=studied / "autofit-studies")
+    (full,) = json.loads(json.dumps(found.to_dict()))["promoted"]
+    assert (full["contract"], full["verdict"], full["state"]) == (final["contract"], final["verdict"], "done")
+    assert f"Full run of trial 0 on cpu: done, step {STEPS} of {STEPS}" in str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("promoted")
 def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(studied: Path) -> None:
-    assert run(studied, "promote", "0").returncode == 0  # done already, where the run of another test is there
     folder = studied / "autofit-studies"
     api = client(folder)
     study = load_study(folder, None).study_name
@@ -177,9 +213,8 @@ def test_the_promoted_run_is_in_mlflow_each_step_once_and_linked_to_its_trial(st
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_from_its_checkpoint(studied: Path) -> None:
-    before = run(studied, "promote", "0", "--json")  # done already, where the test before has run
-    expected = json.loads(before.stdout.splitlines()[-1])
+def test_a_killed_run_resumes_from_its_checkpoint(studied: Path, promoted: "subprocess.CompletedProcess[str]") -> None:
+    expected = json.loads(promoted.stdout.splitlines()[-1])
     for path in [*studied.glob("autofit-studies/promoted/*"), studied / "out"]:
         shutil.rmtree(path)
     driver = start(studied, "promote", "0")

@@ -69,8 +69,13 @@ def test_a_run_has_a_new_server_after_a_requeue_and_ends_with_it(
     assert time.monotonic() - began < 20
     assert re.fullmatch(r"the vLLM server on n\d was killed by SIGKILL \(.*\); see .*/server.log", failure(folder))
     assert not engine.is_running()
-    start(folder, setup)  # the same command goes on
-    wait(folder, lambda: len(resumed(folder)) > 1)
+
+
+@pytest.mark.thorough  # CI has a job that is killed beside its server on one machine (test_server_runs.py)
+def test_a_job_that_is_killed_takes_its_server_along(slurm: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+    folder = folder_of_run(tmp_path / "run", tiny_model, max_steps=4000)
+    start(folder, write_stand_in(tmp_path / "stand-in"))
+    wait(folder, lambda: steps(folder) >= 2)
     keeper = servers_of(folder)[0].parent()
     assert keeper is not None
     job_process = keeper.parent()

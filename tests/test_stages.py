@@ -280,7 +280,7 @@ def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
     ]
 
 
-STEPS = 16  # enough to be killed among them
+STEPS = 10  # enough to be killed among them
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -12,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from architectures import PlainTrainer, random_config
+from architectures import write_model as write_architecture
 from recipes import inspect
 from tiny import write_model, write_offline_recipe, write_recipe
 
 from autofit.fakegpu.formula.formula import MassModel
 from autofit.files import write_json
 from autofit.forecast.models import Made
-from autofit.forecast.worker import Point, Structure
+from autofit.forecast.worker import Point, Seen, Structure
 from autofit.probing.fork_server import ForkServer
 from autofit.trainers.keys import ROLLOUTS, SAMPLES, TILE_TOKENS
 
@@ -51,8 +54,16 @@ def structure(recipe: tuple[dict[str, object], Path]) -> Structure:
 
 
 @pytest.fixture(scope="module")
-def model(structure: Structure, tmp_path_factory: pytest.TempPathFactory) -> MassModel:
-    made, mismatch, _ = structure.model()
+def seen(structure: Structure) -> Seen:
+    """What a training at the hold-out takes, which is traced once for all tests."""
+    return structure._seen_at_hold_out()
+
+
+@pytest.fixture(scope="module")
+def model(structure: Structure, seen: Seen, tmp_path_factory: pytest.TempPathFactory) -> MassModel:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Structure, "_seen_at_hold_out", lambda _: seen)
+        made, mismatch, _ = structure.model()
     assert abs(mismatch.seconds_frac) < 0.02
     assert mismatch.bytes_frac == 0.0  # of a configuration that no trace of the model has, with all layers
     made.save(path := tmp_path_factory.mktemp("model") / "model.npz")
@@ -67,9 +78,15 @@ def test_a_configuration_is_evaluated_as_it_would_be_traced(structure: Structure
     assert {phase: round(float(told[phase][0])) for phase in traced} == traced
 
 
-def test_a_model_that_several_processes_traced_is_that_of_one(
-    structure: Structure, model: MassModel, tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_a_model_that_several_processes_traced_is_that_of_one(tmp_path: Path, fork_server: ForkServer) -> None:
+    """Of a plain loop: which trainer is traced is nothing to the processes that share its traces."""
+    path = write_architecture(tmp_path, random_config("llama", random.Random(0), layers=5))
+    values = {"model": str(path), "checkpointing": False, "tokens": 24, "lora_r": 0, "dtype": "float32"}
+    structure = Structure(
+        trainer="architectures:SAMPLES", keys=PlainTrainer(generates=False).keys, tile_tokens=None, values=values,
+        device="sim:l4", worst_case=str(tmp_path / "worst_case.json"), large=False, reused=False, varies_rank=False,
+        ranges={"B": (1, 64)}, hold_out={"B": 4, "C": 0, "accumulation": 2, "chunk": 1},
+    )  # fmt: skip
     asked = {field.name: getattr(structure, field.name) for field in fields(structure)}
     request = {**asked, "keys": asdict(structure.keys), "processes": 3, "answer": str(tmp_path / "shared.json")}
     write_json(tmp_path / "request.json", request)
@@ -77,7 +94,7 @@ def test_a_model_that_several_processes_traced_is_that_of_one(
         "entry": "autofit.forecast.worker:run", "argument": str(tmp_path / "request.json"), "cwd": str(Path.cwd()),
         "log": str(tmp_path / "log"), "env": {}, "deadline_s": 300.0,
     })  # fmt: skip
-    model.save(tmp_path / "alone.npz")
+    structure.model()[0].save(tmp_path / "alone.npz")
     shared, alone = (np.load(tmp_path / f"{name}.npz", allow_pickle=True) for name in ("shared", "alone"))
     rest = "rest"  # a JSON text, whose names are in the order in which they were met
     assert json.loads(str(shared[rest])) == json.loads(str(alone[rest]))
@@ -86,7 +103,7 @@ def test_a_model_that_several_processes_traced_is_that_of_one(
 
 
 def test_seconds_that_are_forecast_a_quarter_too_short_rule_nothing_out(
-    structure: Structure, model: MassModel, monkeypatch: pytest.MonkeyPatch
+    structure: Structure, model: MassModel, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = MassModel.seconds
 
@@ -94,7 +111,7 @@ def test_seconds_that_are_forecast_a_quarter_too_short_rule_nothing_out(
         return {segment: 0.77 * each for segment, each in original(*args).items()}
 
     monkeypatch.setattr(MassModel, "seconds", too_short)
-    found, _ = structure._held_out(model, structure._seen_at_hold_out())
+    found, _ = structure._held_out(model, seen)
     assert (found.bytes_frac, round(found.seconds_frac, 1)) == (0.0, -0.2)
     made = Made(model=model, mismatch=found.bytes_frac, seconds_mismatch=found.seconds_frac)
     assert re.search("forecast 2[2-5]% too short", made.problem)
