@@ -698,7 +698,7 @@ def test_an_answer_that_nobody_waits_for_ends_and_so_does_one_that_takes_too_lon
     assert not left_by(simulator)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # CI has an ms-swift script here, below, and a LLaMA-Factory file by a command (test_readers.py)
 def test_another_tools_file_is_simulated_as_that_tool_trains(simulator: Simulator) -> None:
     yaml = """model_name_or_path: Qwen/Qwen3-0.6B
 stage: sft
