@@ -256,7 +256,11 @@ def test_a_forecast_counts_the_evaluation(
     recipe = prepare(
         tmp_path / "24" / "run.yaml", trainer=trainer, device=device, folder=tmp_path / "24", server=fork_server
     )
-    knobs = tuple(knob for knob in space_knobs(recipe) if knob.name in SEARCHED)
+    knobs = tuple(
+        replace(knob, values=(fewer,)) if knob.name == EVAL else knob  # each value is traced
+        for knob in space_knobs(recipe)
+        if knob.name in SEARCHED
+    )
     space = Space.of(recipe, knobs, device=device)
     forecaster = Forecaster(
         device=device, worst_case=worst_case_path(tmp_path / "24"), server=fork_server, scratch=tmp_path / "scratch",
