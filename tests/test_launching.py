@@ -381,7 +381,7 @@ def test_every_launch_reads_back_from_the_accelerate_config_that_it_writes(tmp_p
         ({"accelerate_config": "single_gpu"}, {"num_processes": 4}, "accelerate starts one process"),
         ({"num_processes": "four"}, {}, "num_processes must be a whole number"),
         ({"num_processes": 0}, {}, "num_processes must be from 1 to 4096"),
-        ({"launch": {"shard": "ddp"}}, {}, "unknown key launch.shard; launch takes ranks, sharding, .*accelerate_config: FILE"),
+        ({"launch": {"shard": "ddp"}}, {}, "launch.shard; launch takes ranks, sharding, .*accelerate_config: FILE"),
         ({"launch": {"sharding": "ddp", "offload": "parameters"}}, {}, "ddp cannot offload"),
         ({"launch": 8}, {}, "launch must be a mapping"),
         ({"accelerate_config": "fsdp2", "num_machines": 3}, {}, "must be a multiple of num_machines=3"),
