@@ -36,8 +36,9 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
         ("141GB", "h200", 141 * GB),
         ("192GB", "b200", GPU_SPECS["b200"].capacity_bytes),
         ("60GB", "a100-80gb", 60 * GB),  # in between: the smallest size that has it
-        ("100GB", "h200", 100 * GB),
-        ("3GB", "t4", 3 * GB),
+        ("100GB", "rtxpro6000", 100 * GB),
+        ("120GB", "h200", 120 * GB),
+        ("3GB", "rtx3060", 3 * GB),
     ],
 )
 def test_a_target_names_the_card_of_its_size(no_card: None, size: str, card: str, target: int) -> None:
@@ -50,7 +51,7 @@ def test_a_target_names_the_card_of_its_size(no_card: None, size: str, card: str
         ("16GB", {"dtype": "float16"}, "t4"),
         ("16GB", {"dtype": "bfloat16"}, "rtx4080"),  # a T4 has no bfloat16
         ("16GB", {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "rtx4080"),
-        ("3GB", {"bf16": True}, "rtx4080"),
+        ("15GB", {"bf16": True}, "rtx4080"),
         ("16GB", {"attn_implementation": "flash_attention_2"}, "rtx4080"),
         ("40GB", {"attn_implementation": "kernels-community/vllm-flash-attn3"}, "h100"),
         ("16GB", {"load_in_8bit": True, "bf16": False}, "t4"),
@@ -66,7 +67,7 @@ def test_the_card_of_a_size_has_what_the_recipe_needs(
 def test_the_choice_of_a_card_is_said_with_how_to_change_it() -> None:
     needs = card_needs({"dtype": "bfloat16", "bf16": True})
     assert about_choice("sim:rtx4080", None, 16 * GB, needs) == (
-        "simulated on rtx4080, the usual card of 16 GB with bfloat16; --gpu NAME picks another"
+        "simulated on rtx4080, the usual card of 16 GB with bfloat16; --gpu NAME picks another (a4000, ...)"
     )
     assert about_choice("sim:a100-80gb", None, 60 * GB, CardNeeds()).startswith(
         "simulated on a100-80gb, the smallest card that has as much: 80 GB; --gpu NAME picks another (a800, h100, "

@@ -233,10 +233,19 @@ _ALL = (
           tflops=(71, 35.6, 35.6), capability=(8, 6), links=_PCIE_4_HOST, sm_count=82,
           capacity_source=_printed("24124 (torch 2.13, CUDA 13.0) to 24268 MiB",
                                    "public Ultralytics logs")),
+    _spec("rtx3060", "NVIDIA GeForce RTX 3060", capacity_mib=12032, context_mib=165, gb_per_s=360,
+          context_source=_SCALED.format(482, "RTX 3090"),
+          tflops=(25.5, 12.7, 12.7), capability=(8, 6), links=_PCIE_4_HOST, sm_count=28,
+          capacity_source=_printed("11.75 GiB (12 GB; a board of 8 GB has the same name)",
+                                   "smy20011/dreambooth-gui#78")),
     _spec("a6000", "NVIDIA RTX A6000", capacity_mib=48538, context_mib=423, gb_per_s=768,
           tflops=(154.8, 77.4, 38.7), capability=(8, 6), sm_count=84,
           capacity_source=_printed("47.40 GiB (a public report), 48670 MiB; with ECC on 44.55 GiB",
                                    "ultralytics/ultralytics#19084")),
+    _spec("a4000", "NVIDIA RTX A4000", capacity_mib=15984, context_mib=215, gb_per_s=448,
+          context_source=_seen("0.21"),
+          tflops=(76.7, 38.3, 19.2), capability=(8, 6), sm_count=48,
+          capacity_source=_printed("15.61 GiB", "DengKaiCQ/VGGT-Long#6")),
     _spec("a5000", "NVIDIA RTX A5000", capacity_mib=24114, context_mib=322, gb_per_s=768,
           tflops=(111.1, 55.6, 27.8), capability=(8, 6), sm_count=64,
           capacity_source=_printed("24114 to 24248 MiB; with ECC on 22721",
@@ -270,6 +279,11 @@ _ALL = (
           tflops=(362, 183, 91.6), capability=(8, 9), sm_count=142,
           capacity_source=_printed("44.42 GiB, 45495 and 45589 MiB",
                                    "stepfun-ai/Step-Video-T2V#8")),
+    _spec("rtx6000ada", "NVIDIA RTX 6000 Ada Generation", capacity_mib=45496, context_mib=530, gb_per_s=960,
+          context_source=_seen("0.42; 0.51 of an L40S, the same chip"),
+          tflops=(364.2, 182.1, 91.1), capability=(8, 9), sm_count=142,
+          capacity_source=_printed("44.43 GiB with ECC on (nvidia-smi 46068 MiB); with ECC off nvidia-smi has 49140",
+                                   "DINGYANB/MTVCrafter#21, sirselim/guppy_parameter_optimiser#5")),
     _spec("h100", "NVIDIA H100 80GB HBM3", capacity_mib=81004, context_mib=793, gb_per_s=3350,
           context_source=_MEASURED_H100,
           tflops=(989, 494, 66.9), capability=(9, 0), links=_NVLINK_4, network_gbit_per_s=400, sm_count=132, pcie=5,
@@ -302,12 +316,20 @@ _ALL = (
           pcie=5,
           capacity_source=_printed("32102 (torch 2.12, CUDA 13.0) and 32120 MiB on Linux",
                                    "public Ultralytics logs")),
+    _spec("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition", capacity_mib=97249, context_mib=686,
+          context_source=_SCALED.format(620, "RTX 5090"), gb_per_s=1792,
+          tflops=(467.8, 233.9, 117), capability=(12, 0), links=_PCIE_5, network_gbit_per_s=400, sm_count=188,
+          pcie=5,
+          rates_source="vendor data sheet of the server edition, as aiconfigurator-core 0.12.0 has it",
+          capacity_source=_printed("94.97 GiB of a workstation edition (nvidia-smi 97887 MiB)", "antirez/ds4#431")),
 )  # fmt: skip
 
 GPU_SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _ALL}
 _ALIASES = {
     "a100": "a100-40gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "v100": "v100-16gb",
     "3090": "rtx3090", "4080": "rtx4080", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
+    "3060": "rtx3060", "rtxa4000": "a4000", "rtx-pro-6000-blackwell": "rtxpro6000",
+    "rtx-pro-6000-blackwell-workstation-edition": "rtxpro6000",
 }  # fmt: skip
 
 
@@ -347,6 +369,9 @@ def gpu_spec(name: str) -> GpuSpec:
         raise UnknownGpuError(
             f"the GPU {name!r} is AMD's and not simulated, for kernels and their times are CUDA's; name one of NVIDIA's"
         )
+    counted = re.fullmatch(r"(.+?)\s*[x*:]\s*(\d{1,3})", name)
+    if counted is not None and _plain(counted[1]) in _BY_PLAIN_NAME:
+        raise UnknownGpuError(f"unknown GPU {name!r}; several cards are written {counted[2]}x{counted[1]}")
     near = difflib.get_close_matches(_plain(name), list(_BY_PLAIN_NAME), n=4, cutoff=0.4)
     names = list(dict.fromkeys(_BY_PLAIN_NAME[key].name for key in near))
     hint = f"did you mean {', '.join(names)}?" if names else f"known: {', '.join(sorted(GPU_SPECS))}"

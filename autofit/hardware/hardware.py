@@ -77,7 +77,9 @@ Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 # Advertised sizes of cards in GB. If several cards have the same size, the size means the usual one: for 80 GB the
 # A100, which is slower than the H100, so that predicted times are not too optimistic for the older card.
 _SOLD_SIZES = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 144, 180, 192, 288)
-_USUAL_CARDS = ("t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "h200", "b200")
+_USUAL_CARDS = (
+    "rtx3060", "t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "rtxpro6000", "h200", "b200",
+)  # fmt: skip
 _BY_NAME_ONLY = ("a800", "h20")  # sold in China alone: no size means them
 _OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB usable
 NO_NEEDS = CardNeeds()

@@ -48,6 +48,15 @@ def test_a_card_that_cannot_be_is_refused_in_one_line(changes: dict[str, object]
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("rtx4090x2", "written 2xrtx4090"), ("H100 x 8", "written 8xH100"), ("rtx4090x2x", "did you mean rtx4090")],
+)
+def test_several_cards_behind_a_name_are_told_how_they_are_written(name: str, message: str) -> None:
+    with pytest.raises(UnknownGpuError, match=message):
+        gpu_spec(name)
+
+
 @pytest.mark.parametrize("occupied_bytes", [-1, 1 << 40])
 def test_others_cannot_hold_more_than_there_is(occupied_bytes: int) -> None:
     with (

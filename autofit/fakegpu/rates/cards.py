@@ -18,7 +18,7 @@ from autofit.fakegpu.specs import GpuSpec
 STEP = 1e-4  # of the logarithms in the files
 MEASURED = {
     "a100-40gb": "a100_sxm", "a100-80gb": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm",
-    "b200": "b200_sxm",
+    "b200": "b200_sxm", "rtxpro6000": "rtx_pro_6000_server",
 }  # fmt: skip
 # For other cards: the card of the same generation, by compute capability; the first that is not above the card's own.
 _FAMILIES = ((12, 0), "rtx_pro_6000_server"), ((10, 0), "b200_sxm"), ((9, 0), "h100_sxm"), ((8, 9), "l40s")
