@@ -5,15 +5,28 @@ from os import path as _path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autofit.api import advise, check, estimate, jobs, monitor, promote, report, run, search, studies, verify
+    from autofit.api import (
+        advise,
+        check,
+        estimate,
+        explain,
+        jobs,
+        monitor,
+        promote,
+        report,
+        run,
+        search,
+        studies,
+        verify,
+    )
     from autofit.api.callback import AutofitCallback
     from autofit.cluster.executor import Executor
     from autofit.fakegpu import fake_gpu
     from autofit.fitcheck import FitCheck, fit_check
 
 __all__ = [
-    "AutofitCallback", "Executor", "FitCheck", "advise", "check", "estimate", "fake_gpu", "fit_check", "jobs",
-    "monitor", "promote", "report", "run", "search", "studies", "verify",
+    "AutofitCallback", "Executor", "FitCheck", "advise", "check", "estimate", "explain", "fake_gpu", "fit_check",
+    "jobs", "monitor", "promote", "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -30,6 +43,7 @@ _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads noth
     "advise": "autofit.api",
     "check": "autofit.api",
     "estimate": "autofit.api",
+    "explain": "autofit.api",
     "fake_gpu": "autofit.fakegpu",
     "fit_check": "autofit.fitcheck",
     "jobs": "autofit.api",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import autofit
 from autofit.cli import main
 from autofit.errors import MOST_OF_A_LINE, ConfigError
 from autofit.frontends import command, llama_factory, tools, verl, verl_recipe, verl_rules
@@ -321,6 +322,16 @@ def test_explain_takes_a_command_as_words_and_changes_of_its_file(
     out = capsys.readouterr().out
     assert "up to 512 tokens" in out
     assert ("ZeRO-2" in out) == (words[0] == "run.sh" and "deepspeed=null" not in words)
+
+
+def test_python_explains_a_file_and_a_command_in_the_words_of_the_screen(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(verl_file(ppo_micro_batch_size_per_gpu=7)))
+    found = autofit.explain(path, changes={"trainer.n_gpus_per_node": 4})
+    assert "error: ppo_micro_batch_size_per_gpu 7 must divide the 320 samples" in str(found)
+    assert found.explanation.wrong
+    command = autofit.explain("swift sft --model Qwen/Qwen2.5-7B-Instruct", num_processes=2)
+    assert "8 samples x 2 ranks = 16" in str(command.to_dict()["facts"])
 
 
 def test_explain_says_that_a_file_is_missing_and_not_that_its_options_are_no_training(

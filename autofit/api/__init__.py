@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from autofit.api.checking import Check, check
     from autofit.api.estimating import Estimate, estimate
     from autofit.api.events import Event, Progress, TrialResult
+    from autofit.api.explaining import Explained, explain
     from autofit.api.job_list import Job, Jobs, jobs
     from autofit.api.listing import Studies, studies
     from autofit.api.monitoring import Snapshot, monitor
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     from autofit.api.searching import report, search
 
 __all__ = [
-    "CardAdvice", "Check", "Estimate", "Event", "Job", "Jobs", "PipelineResult", "Progress", "PromotionResult",
-    "ProofResult", "SearchResult", "Snapshot", "StageResult", "Studies", "TrialResult", "advise", "check", "estimate",
-    "jobs", "monitor", "promote", "report", "run", "search", "studies", "verify",
+    "CardAdvice", "Check", "Estimate", "Event", "Explained", "Job", "Jobs", "PipelineResult", "Progress",
+    "PromotionResult", "ProofResult", "SearchResult", "Snapshot", "StageResult", "Studies", "TrialResult", "advise",
+    "check", "estimate", "explain", "jobs", "monitor", "promote", "report", "run", "search", "studies", "verify",
 ]  # fmt: skip
 
 _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
     "CardAdvice": "card_advice", "advise": "card_advice",
     "Job": "job_list", "Jobs": "job_list", "jobs": "job_list",
+    "Explained": "explaining", "explain": "explaining",
     "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
     "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials",
     "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ from autofit.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
     from autofit.api import Check, Estimate, Event
-    from autofit.frontends.foreign import Explanation
     from autofit.scripts.changes import Offer
     from autofit.scripts.running import ScriptCheck
 
@@ -81,33 +79,15 @@ def _numbers(given: str) -> list[int]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    from autofit.frontends.writing import COMMAND, explained
+    from autofit.frontends.writing import explained
 
-    words = [str(options.file), *options.words]
-    is_command = len(words) > 1 or (" " in words[0] and not options.file.exists())
-    text = None if not is_command else shlex.join(words) if len(words) > 1 else words[0]
-    found = explained(
-        COMMAND if is_command else options.file, settings(options.set), text=text, ranks=options.num_processes
-    )
+    found = explained([str(options.file), *options.words], settings(options.set), ranks=options.num_processes)
     if options.json:
         print(json.dumps(found.to_json()))
     else:
-        _show(found)
+        for name, text in found.shown():
+            show_fact(name, text)
     return NOTHING_FITS if found.wrong else DONE
-
-
-def _show(found: "Explanation") -> None:
-    from autofit.frontends import verl
-
-    for name, text in found.lines:
-        show_fact(name, text)
-    for text in found.wrong:
-        show_fact("error", text)
-    for text in found.notes:
-        show_fact("note", text)
-    if found.unread:
-        gpus = "; --num-processes N gives the GPUs" if any(key in verl.GPUS for key in found.unread) else ""
-        show_fact("not read", f"{', '.join(found.unread)}: the script does not say the value for certain{gpus}")
 
 
 def fit_check(options: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ class Foreign:
     unknown: Mapping[str, str] = field(default_factory=dict)  # keys that the tool passes over, each in half a sentence
 
 
+_GPUS = ("trainer.nnodes", "trainer.n_gpus_per_node")  # verl's keys of how many it is launched on
 NOT_SIMULATED = "not simulated"  # name of the fact that says why
 
 
@@ -54,6 +55,16 @@ class Explanation:
     wrong: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def shown(self) -> Iterator[Line]:
+        """All of it, a name and a text each, as it is printed."""
+        yield from self.lines
+        yield from (Line("error", text) for text in self.wrong)
+        yield from (Line("note", text) for text in self.notes)
+        if self.unread:
+            gpus = "; --num-processes N gives the GPUs" if any(key in _GPUS for key in self.unread) else ""
+            keys = ", ".join(self.unread)
+            yield Line("not read", f"{keys}: the script does not say the value for certain{gpus}")
 
     def to_json(self) -> dict[str, object]:
         return {

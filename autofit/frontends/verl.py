@@ -17,7 +17,6 @@ ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "a
 _FSDP = f"{ACTOR}.fsdp_config"
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
 MODEL_PATH = "model.path"  # ends the keys of the actor's model and the critic's
-GPUS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 UNSURE = "?"  # a value that is not said for certain, in whose place no default may stand
 _MATTERS_LITTLE = (  # where these are not certain, a rule may stay unsaid, and nothing else changes
     "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "data.max_prompt_length",

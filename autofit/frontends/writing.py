@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,27 +162,31 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     return Changed(source=made, changes=rest, unknown=unknown)
 
 
-COMMAND = Path("the command")  # where a command is given itself, and no script
+_COMMAND = Path("the command")  # where a command is given itself, and no script
 
 
-def explained(
-    path: Path, changes: Mapping[str, object], *, text: str | None = None, ranks: int | None = None
-) -> Explanation:  # fmt: skip
-    """What a file of another tool says, with `changes` in the tool's own keys; a `text` is of a script, or a command.
+def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
+    """What a file of another tool says, or a command, with `changes` in the tool's own keys.
 
-    Raises ConfigError for what is a file of none of the tools, and for a change that cannot be written into it.
+    `words` are the file's path, a command in one text, or its words. Raises ConfigError for what is of none of the
+    tools, and for a change that cannot be written into it.
     """
-    if text is not None or path.suffix in SCRIPTS:
-        text = script_text(path) if text is None else text
+    path = Path(words[0])
+    is_command = len(words) > 1 or (" " in words[0] and not path.exists())
+    if is_command:
+        path = _COMMAND
+    if is_command or path.suffix in SCRIPTS:
+        text = script_text(path) if not is_command else shlex.join(words) if len(words) > 1 else words[0]
         for key, value in changes.items():
             text = _in_any_script(text, key, value, path)
         return explain_script(text, path, ranks=ranks)
+    edited = None
     if changes:
         is_verls = tool_of(read_yaml_mapping(path, what="file")) is VERL
-        text = script_text(path)
+        edited = script_text(path)
         for key, value in changes.items():
-            text = _in_yaml(text, verl_keys.whole(key) if is_verls else key, value)
-    return explain(path, text=text, ranks=ranks)
+            edited = _in_yaml(edited, verl_keys.whole(key) if is_verls else key, value)
+    return explain(path, text=edited, ranks=ranks)
 
 
 def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
