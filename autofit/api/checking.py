@@ -17,7 +17,7 @@ from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
 from autofit.forecast.ending import Ending
-from autofit.forecast.margin import care_lines, gap_lines, is_tight, most_used_bytes, shown_bytes, used_words
+from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.forecast.typical import Typical
 from autofit.hardware.hardware import Device
 from autofit.probing.result import ProbeResult, ProbeStatus
@@ -96,7 +96,6 @@ class Check(Shown):
         """The line, what decides where it is tight, why the weights take so much, and what to change."""
         older = then_lines(self.then, self.result, self.capacity_bytes)
         care = care_lines(self.result, self.recipe, self.capacity_bytes)
-        care += gap_lines(self.result, self.recipe, self.capacity_bytes)
         return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advised]
 
     @property

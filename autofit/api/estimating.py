@@ -26,7 +26,7 @@ from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
 from autofit.forecast.ending import Ending
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
-from autofit.forecast.margin import care_lines, gap_lines, is_tight
+from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
 from autofit.frontends.writing import changed
 from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
@@ -106,7 +106,6 @@ class Estimate(Shown):
         """The phases by category, whether it fits, and what would make it fit, or faster."""
         table, sentence = estimate_table(self.result, self.capacity_bytes)
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
-        careful += gap_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
         return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advised]

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rich.table import Table
+
 from autofit.api.arguments import named_as_arguments
 from autofit.api.tables import Shown
 from autofit.frontends.foreign import Explanation
@@ -16,7 +18,7 @@ class Explained(Shown):
 
     explanation: Explanation
 
-    def parts(self) -> list[str]:  # type: ignore[override]
+    def parts(self) -> list[Table | str]:
         return [f"{name}: {text}" for name, text in self.explanation.shown()]
 
     def to_dict(self) -> dict[str, object]:

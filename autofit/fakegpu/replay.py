@@ -223,12 +223,15 @@ class Unlimited:
     def least_capacity(self, tolerance_bytes: int | None = None, *, first_bytes: int | None = None) -> int:
         """The smallest allocator capacity, to within `tolerance_bytes` above, at which the log runs through.
 
+        Without a tolerance it is told to 0.2 % of the live tensors, and to 1.6 % where the whole cache has room to
+        spare below `first_bytes`: in a third of the replays.
+
         `first_bytes` is tried first, so the answer is on the right side of it: a limit, whose verdict has to be exact.
         The reserved bytes that a failed replay wanted are often the answer: they are tried next, and then slightly
         less, to show that it is not enough. Guesses that fail grow in doubled steps, since a cache that grows for
         10^4 tokens always wants slightly more. After a number of such guesses the search is a bisection.
         """
-        tolerance = self.tolerance_bytes if tolerance_bytes is None else tolerance_bytes
+        tolerance = self._tolerance(first_bytes) if tolerance_bytes is None else tolerance_bytes
         low, high = self.peaks[0] - 1, self.peaks[1]
         tried = low + 1 + tolerance
         if first_bytes is not None and low < first_bytes < high:
@@ -247,10 +250,9 @@ class Unlimited:
             tried = wanted if guesses >= 0 and low < wanted < high else (low + high) // 2
         return high
 
-    @property
-    def tolerance_bytes(self) -> int:
-        """How exactly a least capacity is told: to 0.2 % of the live tensors."""
-        return max(8 * ROUND_LARGE_BYTES, self.peaks[0] // 512)
+    def _tolerance(self, limit_bytes: int | None) -> int:
+        spare = 0 if limit_bytes is None else (limit_bytes - self.peaks[1]) // 8
+        return max(8 * ROUND_LARGE_BYTES, self.peaks[0] // 512, min(self.peaks[0] // 64, spare))
 
 
 def least_capacity(

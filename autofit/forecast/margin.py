@@ -65,9 +65,10 @@ def used_words(result: ProbeResult, capacity_bytes: int) -> str:
 
 
 def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
-    """What decides whether it fits where that is tight, and what makes it safe; why more is used than is needed.
+    """What decides whether it fits where that is tight, and what makes it safe; why more is used than is needed; and
+    the gaps, where they alone keep it from fitting.
 
-    [] where neither is so.
+    [] where none is so.
     """
     used, needed = result.device_used_bytes or 0, needed_bytes(result)
     _, what = shown_bytes(result, capacity_bytes)
@@ -82,10 +83,10 @@ def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list
         )
     if is_tight(result, capacity_bytes):
         lines += [_decides(result, recipe, capacity_bytes), _safe(result, capacity_bytes)]
-    return lines
+    return lines + _gap_lines(result, recipe, capacity_bytes)
 
 
-def gap_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
+def _gap_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
     """What decides where all live tensors have room and the recipe does not fit all the same; [] elsewhere."""
     if result.status is ProbeStatus.FIT or result.least_capacity_bytes is None:
         return []

@@ -269,8 +269,7 @@ class SimMemory:
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target.
 
-        Without `least_of_fits`, a probe that fits without returning cached blocks has no least capacity. One that has
-        room to spare gets it to 1.6 % above, in a third of the replays; others to 0.2 % (`tolerance_bytes`).
+        Without `least_of_fits`, a probe that fits without returning cached blocks has no least capacity.
         """
         run, unlimited, outside = self._run, self._replay, self._outside_bytes
         assert run is not None
@@ -279,8 +278,7 @@ class SimMemory:
         least = None
         if self.least_of_fits or used > self._limit_bytes:
             room = self._limit_bytes - outside
-            tolerance = max(unlimited.tolerance_bytes, min(unlimited.peaks[0] // 64, (self._limit_bytes - used) // 8))
-            least = min(used, unlimited.least_capacity(tolerance, first_bytes=room) + outside)
+            least = min(used, unlimited.least_capacity(first_bytes=room) + outside)
             if used > self._limit_bytes >= least:  # the allocator returns cached blocks before it raises OOM
                 used = unlimited.replay(room).peak_reserved_bytes + outside
             elif least > self._limit_bytes:

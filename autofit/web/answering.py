@@ -25,7 +25,7 @@ from autofit.forecast.advice_text import advice_lines, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.crash import crash_of
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.margin import care_lines, gap_lines, is_tight, most_used_bytes, shown_bytes
+from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.foreign import NOT_SIMULATED, Explanation
 from autofit.frontends.reading import explain
@@ -68,7 +68,6 @@ def verdict_told(check: Check, given: Mapping[str, object], changes: Mapping[str
         "phases": _phases(result, spec.context_bytes, check.capacity_bytes), "context_bytes": spec.context_bytes,
         "warnings": [
             *(line.removesuffix(".") for line in care_lines(result, recipe, check.capacity_bytes)),
-            *(line.removesuffix(".") for line in gap_lines(result, recipe, check.capacity_bytes)),
             *float32_words(recipe, result, check.capacity_bytes),
         ],
         "yaml": _tuned(recipe, given, changes),
