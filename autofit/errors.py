@@ -58,7 +58,9 @@ class ConfigError(AutofitError, ValueError):
 
 
 class UnknownKeyError(ConfigError):
-    """A key is none that is taken there."""
+    """A key is none that is taken there. `keys` are those of a file, where the one who raises it knows them."""
+
+    keys: tuple[str, ...] = ()
 
 
 class Cancelled(AutofitError):

@@ -324,6 +324,38 @@ def test_explain_takes_a_command_as_words_and_changes_of_its_file(
     assert ("ZeRO-2" in out) == (words[0] == "run.sh" and "deepspeed=null" not in words)
 
 
+@pytest.mark.parametrize("values", [SWIFT, {"do_train": True, "template": "qwen", **LLAMA}])
+def test_a_change_that_the_tool_does_not_know_is_no_explanation(
+    values: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert main(["explain", str(path), "--set", "gradient_accumulation_stepz=4"]) == 2
+    assert "unknown key 'gradient_accumulation_stepz'; the nearest" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.yaml", {"distributed_type": "FSDP", "num_processes": 2}, "of accelerate .*--accelerate_config a.yaml"),
+        ("z.json", {"zero_optimization": {"stage": 3}}, "config of DeepSpeed .* in a recipe: `deepspeed: z.json`"),
+    ],
+)  # fmt: skip
+def test_a_file_that_goes_beside_a_recipe_is_told_as_such(
+    name: str, content: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        autofit.explain(tmp_path / name)
+    assert refusal(content) is not None
+    assert refusal({"model_name_or_path": "m", **content}) is None
+
+
+def test_weights_without_a_dtype_are_held_in_float32(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset_mixer: {d: 1.0}\npreprocessing_num_workers: 4\n")
+    assert "all weights trained, held in float32" in str(autofit.explain(tmp_path / "run.yaml"))
+
+
 def test_python_explains_a_file_and_a_command_in_the_words_of_the_screen(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(verl_file(ppo_micro_batch_size_per_gpu=7)))

@@ -402,6 +402,12 @@ def test_sizes_that_are_sold_as_the_same_are_the_same(
     assert choice(found).smallest is choice(found[::-1]).smallest is found[smallest]
 
 
+def test_the_smallest_card_is_told_with_those_that_are_sold_as_the_same_size() -> None:
+    rows = [offer("rtx4090", 1, usd_per_hour=0.3), offer("l4", 1, usd_per_hour=0.8), offer("l4", 2)]
+    assert "Smallest: rtx4090, 25.25 GB in all (sold as the same size: l4)." in " ".join(shown(*rows).split())
+    assert "Smallest: l4, 23.66 GB in all." in " ".join(shown(rows[1], rows[2]).split())
+
+
 def test_the_size_that_a_card_is_sold_as_follows_from_what_its_driver_reports() -> None:
     sold = {"t4": 16, "v100-32gb": 32, "l4": 24, "rtx4090": 24, "a100-40gb": 40, "l40s": 48, "a6000": 48, "h100": 80}
     assert {card: offer(card, 1).nominal_bytes >> 30 for card in sold} == sold

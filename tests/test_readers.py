@@ -18,7 +18,7 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, changed, in_own_keys, source_of, written
+from autofit.frontends.writing import can_say, changed, in_own_keys, own_text, own_words, source_of, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
 
@@ -722,6 +722,16 @@ def test_a_change_that_the_tool_does_not_take_is_said_in_its_words(
     assert message in capsys.readouterr().err
 
 
+def test_how_the_model_is_shared_is_told_in_the_arguments_of_ms_swift() -> None:
+    origin = source_of({"model": "m", "tuner_type": "lora"}).foreign
+    changes = {"launch": {"sharding": "fsdp2", "reshard_after_forward": True}, "lora_r": 4}
+    assert own_words(origin, changes) == "fsdp: fsdp2, lora_rank: 4"
+    again = source_of(yaml.safe_load(own_text(origin, changes)))
+    assert again.launch["distributed_type"] == "FSDP"
+    assert own_words(origin, {"launch.sharding": "zero3"}) == "deepspeed: zero3"
+    assert own_words(again.foreign, {"launch.sharding": "zero3"}) == "sharding zero3 (in its launch)"
+
+
 def test_a_change_beside_a_script_of_verl_is_an_override(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(VERL_SCRIPT)
@@ -764,7 +774,7 @@ def test_each_tool_has_its_own_key_for_a_change(
 ) -> None:
     foreign = of_yaml(tmp_path, values)
     assert in_own_keys(foreign, changes) == own
-    assert not can_say(foreign, "launch.sharding", "fsdp2")
+    assert can_say(foreign, "launch.sharding", "fsdp2") == (foreign.tool == "ms-swift")
 
 
 def test_ligers_loss_of_axolotl_is_that_of_its_plugin(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ files that it was made from are as they were. For the versions that CI proved a 
 
 import argparse
 import contextlib
+import difflib
 import hashlib
 import json
 import sys
@@ -22,6 +23,7 @@ from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, neare
 from autofit.files import cache_folder, read_json, write_json
 from autofit.frontends.reading import refusal
 from autofit.plugin.fields import Kind, is_one_of, kinds, readable
+from autofit.recipe.profile import TAKEN_BY, TRAINERS
 
 from .names import installed, is_trls, renamed, script_name
 
@@ -39,7 +41,6 @@ _OTHERS = {
     "fast_inference": ("Unsloth", "use_vllm"),
     "gpu_memory_utilization": ("Unsloth", "vllm_gpu_memory_utilization"),
 }
-_ACCELERATE = ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes")
 _PYTHON = {
     "tools": "functions that the model may call",
     "rollout_func": "a function that generates the completions",
@@ -48,19 +49,6 @@ _PYTHON = {
     "processing_class": "an object", "reward_processing_classes": "objects", "peft_config": "an object",
     "quantization_config": "an object",
 }  # fmt: skip
-
-
-def foreign_file(trainer: str, values: Mapping[str, object]) -> str | None:
-    """What the recipe is instead, if it is another tool's file, or accelerate's."""
-    if (other := refusal(values)) is not None:
-        return other
-    ours = [key for key in _ACCELERATE if key in values]
-    if len(ours) > 1:
-        return (
-            f"this is a config of accelerate ({', '.join(ours)}), not of TRL: give it to `trl {trainer} "
-            f"--accelerate_config FILE --config run.yaml`, and run.yaml, with the keys of `trl {trainer}`, to autofit"
-        )
-    return None
 
 
 def instead(key: str, known: Collection[str]) -> str | None:
@@ -77,6 +65,12 @@ def instead(key: str, known: Collection[str]) -> str | None:
         )
     whose, ours = _OTHERS.get(key, ("", ""))
     return f" is a key of {whose}; in TRL it is {ours}" if ours in known or ours == option("trainer") else None
+
+
+def _of_others(key: str) -> str:
+    """The key of other trainers that is like `key`, to be appended to its name; "" where there is none."""
+    close = difflib.get_close_matches(key, TAKEN_BY, n=1)
+    return f"; {close[0]!r} is a key of {', '.join(f'`trl {name}`' for name in TAKEN_BY[close[0]])}" if close else ""
 
 
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
@@ -136,19 +130,21 @@ class KeyTable:
 
     def check(self, values: Mapping[str, object]) -> None:
         """Raise ConfigError for another tool's file, unknown keys, or values of the wrong kind."""
-        foreign = foreign_file(self.trainer, values)
-        if foreign is not None:
+        if (foreign := refusal(values)) is not None:
             raise ConfigError(foreign)
         unknown = [key for key in values if key not in self.keys]
         if unknown:
-            each = "; ".join(f"unknown key {key!r}{self._instead(key)}" for key in unknown[:_NAMED])
+            each = "; ".join(f"unknown key {key!r}{self._instead(key) or _of_others(key)}" for key in unknown[:_NAMED])
             more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs {option('trainer')} module:object"
             hint = more if len(unknown) > _NAMED else ""
             if len(unknown) == len(values) and not any(map(self._instead, unknown)):
                 named = ", ".join(map(quoted, unknown[:_NAMED]))
                 raise ConfigError(f"none of its keys ({named}) is one of TRL's, or of a tool whose files are read")
             whose = f"`trl {self.trainer} --config`" if is_trls(self.trainer) else f"the trainer {self.trainer}"
-            raise UnknownKeyError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}")
+            strange = not all(map(self._instead, unknown))
+            guessed = strange and self.trainer == TRAINERS[0] and not any(key in TAKEN_BY for key in values)
+            other = f"; no key says another trainer than {self.trainer}: {option('trainer')} does" if guessed else ""
+            raise UnknownKeyError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}{other}")
         if wrong := [*self._wrong_kinds(values), *self._wrong_values(values)]:
             raise ConfigError("; ".join(wrong))
 
@@ -156,7 +152,9 @@ class KeyTable:
         new, other = renamed(key, self.keys), instead(key, self.keys)
         if other is not None and new is None:
             return other
-        return nearest(key, self.keys) if new is None else f", which is called {new!r} here: use {new!r}"
+        if new is not None:
+            return f", which is called {new!r} here: use {new!r}"
+        return nearest(key, self.keys)
 
     def _wrong_kinds(self, values: Mapping[str, object]) -> typing.Iterator[str]:
         for name, value in values.items():

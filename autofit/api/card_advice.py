@@ -152,9 +152,19 @@ class CardAdvice(Shown):
             found.append(f"Cheapest: {offer.words}, ${_usd(offer.usd_per_1000_steps)} for {steps}{self._how(offer)}.")
         if (offer := chosen.fastest) is not None:
             found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{self._how(offer)}.")
-        offer = chosen.smallest
-        found.append(f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{self._how(offer)}.")
+        found.append(self._smallest(chosen.smallest))
         return [*found, *self._not_compared(chosen.smallest), *self._slower()]
+
+    def _smallest(self, offer: Offer) -> str:
+        """The smallest offer in a sentence, with the others whose cards are sold as the same size."""
+        same = [
+            o.words
+            for o in self.offers
+            if (o.verdict, o.tier, o.nominal_bytes) == (offer.verdict, offer.tier, offer.nominal_bytes)
+            and o is not offer
+        ]
+        tie = f" (sold as the same size: {', '.join(same)})" if same else ""
+        return f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{tie}{self._how(offer)}."
 
     def _not_compared(self, best: Offer) -> list[str]:
         """Which rows no mark can go to, where one of them has a lower figure than a marked row."""

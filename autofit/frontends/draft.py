@@ -182,9 +182,12 @@ class Draft:
             self._wrong.append(f"{named}{more}")
         elif unknown:
             self.note(f"{self.tool} ignores what it does not know: {named}{more}")
+        if self._wrong and unknown and strict:
+            error = UnknownKeyError("; ".join(self._wrong))
+            error.keys = unknown
+            raise error
         if self._wrong:
-            kind = UnknownKeyError if unknown and strict else ConfigError
-            raise kind("; ".join(self._wrong))
+            raise ConfigError("; ".join(self._wrong))
         return Foreign(
             tool=self.tool, trainer=trainer, values=self.values, launch=launch or {}, ranks=ranks,
             prompt_tokens=prompt_tokens, keys=self.keys, defaults=self.defaults, fixed=frozenset(self.fixed),

@@ -47,11 +47,12 @@ class Line(NamedTuple):
 class Explanation:
     """Facts of a file, and the rules of its tool that it breaks. `unread` are keys whose value is not in the file.
 
-    `notes` say what a simulation of it leaves out or takes in its place.
+    `notes` say what a simulation of it leaves out or takes in its place; `unknown` are keys its tool does not know.
     """
 
     tool: str
     lines: tuple[Line, ...]
+    unknown: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -110,7 +111,7 @@ def summary(foreign: Foreign) -> str:
 def _weights(foreign: Foreign) -> str:
     values = foreign.values
     dtype, bits = (
-        str(values.get("dtype", values.get("model_dtype"))),
+        str(values.get("dtype") or values.get("model_dtype") or "float32"),  # as a model is loaded without one
         next((b for b in (4, 8) if values.get(f"load_in_{b}bit")), None),
     )
     cast = next((name for key, name in (("bf16", "bfloat16"), ("fp16", "float16")) if values.get(key)), None)

@@ -579,8 +579,17 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "use_peft": lambda value: {"tuner_type": "lora"} if value else None,
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
         "peft_adapter": None,
+        "launch.sharding": lambda value: _sharding(foreign.launch, str(value)),
+        "launch.reshard_after_forward": lambda value: {} if value and not foreign.launch else None,  # as fsdp2 does
     }  # fmt: skip
     return said(foreign, changes, own)
+
+
+def _sharding(launch: Mapping[str, object], value: str) -> dict[str, object] | None:
+    """The argument that shares the model so; None where it has none, or another one stands in its way."""
+    if value == "fsdp2" and not launch:
+        return {"fsdp": "fsdp2"}
+    return {"deepspeed": value} if value in _ZERO and not launch.get("fsdp_config") else None
 
 
 def span(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, UnknownKeyError
 from autofit.frontends import (
     axolotl,
     hf_script,
@@ -26,6 +26,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VER
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
+_ACCELERATE = ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes")
 _KEY = re.compile(r"(?m)^\w+:(?:\s|$)")  # of a YAML
 Read = TypeVar("Read")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
@@ -118,7 +119,10 @@ def _named(tool: str, path: Path, made: Callable[[], Read]) -> Read:
     try:
         return made()
     except ConfigError as error:
-        raise type(error)(f"{path}, read as a file of {tool}: {error.marked}") from error
+        named = type(error)(f"{path}, read as a file of {tool}: {error.marked}")
+        if isinstance(error, UnknownKeyError) and isinstance(named, UnknownKeyError):
+            named.keys = error.keys
+        raise named from error
 
 
 def explain(path: Path, *, text: str | None = None, ranks: int | None = None) -> Explanation:
@@ -130,6 +134,8 @@ def explain(path: Path, *, text: str | None = None, ranks: int | None = None) ->
     if tool is None and (whose := trl_recipe.tool_of(values)) is not None and not tools_of(values):
         folder = path.resolve().parent
         return _named(whose, path, lambda: trl_recipe.explain(values, folder=folder, ranks=ranks))
+    if tool is None and (other := beside(values, path.name)) is not None:
+        raise ConfigError(f"{path}: {other}")
     if tool is None:
         known = (*(each.name for each in TOOLS), trl_recipe.OPEN_R1, trl_recipe.HANDBOOK)
         raise ConfigError(
@@ -151,11 +157,29 @@ def refusal(values: Mapping[str, object]) -> str | None:
     """Why a recipe with these `values` is none, if it is another tool's file: whose, and its effective batch."""
     tool = tool_of(values)
     if tool is None:
-        return None
+        return beside(values)
     said = verl.effective_sentence(values) if tool is VERL else tools.batch_sentence(tool, values)
     keys = ", ".join(tool.keys_in(values)[:2])
     what = f"this is a config of {tool.name} ({keys}) and no recipe of TRL"
     return f"{what}: `autofit explain FILE`; {said}"
+
+
+def beside(values: Mapping[str, object], name: str = "FILE") -> str | None:
+    """Why a file `name` with these `values` is no recipe, if it only says how one is launched, and how it is given."""
+    if "model_name_or_path" in values:
+        return None
+    ours = [key for key in _ACCELERATE if key in values]
+    if len(ours) > 1:
+        return (
+            f"this is a config of accelerate ({', '.join(ours)}), not of TRL: it says how a training is launched and "
+            f"not what is trained; give it beside a recipe: `autofit check run.yaml --accelerate_config {name}`"
+        )
+    if "zero_optimization" in values:
+        return (
+            "this is a config of DeepSpeed (zero_optimization), not of TRL: it says how the ranks share a model and "
+            f"not what is trained; name it in a recipe: `deepspeed: {name}`"
+        )
+    return None
 
 
 def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Explanation:
@@ -163,8 +187,14 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
     try:
         foreign = made()
     except ConfigError as error:
-        return replace(found, lines=(*found.lines, Line(NOT_SIMULATED, str(error).partition(": ")[2] or str(error))))
-    return found if foreign is None else replace(found, lines=(*found.lines, *lines(foreign)), notes=foreign.notes)
+        unknown = error.keys if isinstance(error, UnknownKeyError) else ()
+        why = Line(NOT_SIMULATED, str(error).partition(": ")[2] or str(error))
+        return replace(found, lines=(*found.lines, why), unknown=unknown)
+    if foreign is None:
+        return found
+    return replace(
+        found, lines=(*found.lines, *lines(foreign)), notes=foreign.notes, unknown=tuple(foreign.unknown)
+    )  # fmt: skip
 
 
 def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explanation:

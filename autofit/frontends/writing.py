@@ -16,7 +16,7 @@ from typing import cast
 
 import yaml
 
-from autofit.errors import ConfigError, UnknownKeyError, quoted
+from autofit.errors import ConfigError, UnknownKeyError, option, quoted
 from autofit.frontends import (
     axolotl,
     hf_script,
@@ -29,7 +29,7 @@ from autofit.frontends import (
     yaml_script,
 )
 from autofit.frontends.command import script_text
-from autofit.frontends.foreign import Explanation, Foreign, summary
+from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, summary
 from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
 from autofit.frontends.verl import span as verls_span
@@ -179,14 +179,22 @@ def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int
         text = script_text(path) if not is_command else shlex.join(words) if len(words) > 1 else words[0]
         for key, value in changes.items():
             text = _in_any_script(text, key, value, path)
-        return explain_script(text, path, ranks=ranks)
+        return _with_known(changes, explain_script(text, path, ranks=ranks))
     edited = None
     if changes:
         is_verls = tool_of(read_yaml_mapping(path, what="file")) is VERL
         edited = script_text(path)
         for key, value in changes.items():
             edited = _in_yaml(edited, verl_keys.whole(key) if is_verls else key, value)
-    return explain(path, text=edited, ranks=ranks)
+    return _with_known(changes, explain(path, text=edited, ranks=ranks))
+
+
+def _with_known(changes: Mapping[str, object], found: Explanation) -> Explanation:
+    """`found`, whose file has `changes`. Raises ConfigError where its tool does not know the key of one."""
+    if wrong := [key for key in changes if key.split(".")[0] in found.unknown]:
+        said = next((line.text for line in found.lines if line.name == NOT_SIMULATED), "")
+        raise ConfigError(f"{option('set')}: {found.tool} has no key {', '.join(wrong)}{said and f' ({said})'}")
+    return found
 
 
 def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
@@ -274,8 +282,11 @@ def written(
     for key, value in own.items():
         text = edit(text, key, value)
     again = read(path, text=text, ranks=ranks)
-    wanted = {**foreign.values, **changes}
-    wrong = [] if again is None else [key for key, value in wanted.items() if again.values.get(key) != value]
+    wanted = {key: value for key, value in {**foreign.values, **changes}.items() if not key.startswith(_LAUNCH)}
+    wrong = [] if again is None else [
+        key for key, value in wanted.items()
+        if again.values.get(key) != value and (key in changes or key not in again.fixed)  # the launch may fix a key
+    ]  # fmt: skip
     if again is None or wrong:
         raise ConfigError(f"{path}: {', '.join(wrong) or 'a change'} cannot be written in the keys of {foreign.tool}")
     return text
