@@ -722,6 +722,17 @@ def test_a_change_that_the_tool_does_not_take_is_said_in_its_words(
     assert message in capsys.readouterr().err
 
 
+def test_the_ranks_of_an_accelerate_config_count_in_the_batch_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --config_file two.yaml -m trl.scripts.sft --model_name_or_path m --max_length 9\n"
+    )
+    said = dict(explain(tmp_path / "run.sh").lines)
+    assert said["effective batch"].endswith("= 8 samples x 2 ranks = 16")
+    assert said["launch"] == "2 ranks, FSDP2"
+    assert "x 4 ranks = 32" in dict(explain(tmp_path / "run.sh", ranks=4).lines)["effective batch"]
+
+
 def test_how_the_model_is_shared_is_told_in_the_arguments_of_ms_swift() -> None:
     origin = source_of({"model": "m", "tuner_type": "lora"}).foreign
     changes = {"launch": {"sharding": "fsdp2", "reshard_after_forward": True}, "lora_r": 4}

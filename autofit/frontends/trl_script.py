@@ -17,8 +17,8 @@ from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
 from autofit.recipe.launch import shipped_with_trl
-from autofit.recipe.launching import is_launch_key
-from autofit.recipe.profile import OF_TRL
+from autofit.recipe.launching import is_launch_key, launched
+from autofit.recipe.profile import OF_TRL, profile
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TOOL = "TRL"
@@ -123,12 +123,17 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
     """How the training is started, TRL's trainer, and the effective batch by transformers' defaults."""
     found = training(text, folder=folder)
     ranks = found.ranks if ranks is None else ranks
-    batch = batch_words(found.kind, found.values, ranks)
+    told = {} if ranks is None else {"num_processes": ranks}
+    read = launched({**found.values, **told}, of=profile(found.kind))
+    if ranks is None and read.launch.ranks > 1:  # those of an accelerate config
+        ranks = read.launch.ranks
     lines = (
-        Line("tool", f"{TOOL}, started by `{found.words}`"), Line("trainer", f"{found.kind} of TRL"),
-        Line("effective batch", batch),
-    )  # fmt: skip
-    return Explanation(tool=TOOL, lines=lines, notes=found.notes)
+        Line("tool", f"{TOOL}, started by `{found.words}`"),
+        Line("trainer", f"{found.kind} of TRL"),
+        Line("effective batch", batch_words(found.kind, found.values, ranks)),
+        *([] if read.launch.is_plain else [Line("launch", read.launch.words)]),
+    )
+    return Explanation(tool=TOOL, lines=lines, notes=(*found.notes, *read.notes))
 
 
 def _started(text: str) -> Iterator[tuple[Command, str, int]]:
