@@ -26,6 +26,7 @@ import autofit
 from autofit.api.promoted import Runs
 from autofit.api.snapshot_tables import tables_of
 from autofit.cli import main
+from autofit.cluster.slurm import Queue
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.usage import HostUse, ProcessUse, host_use, tree_use
@@ -143,6 +144,18 @@ def test_waiting_simulated_and_confirming_probes_are_shown_and_ended_or_dead_one
     assert {(p.name, p.phase, p.request.device) for p in found} == {
         ("confirmation of trial 3", "rollout", "cpu"), ("trial 10", None, "sim:t4")
     }  # fmt: skip
+
+
+def test_a_probe_whose_job_the_scheduler_has_forgotten_is_not_shown_as_running(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home := probing(folder)).joinpath("job.json").write_text('{"slurm": "14_0"}')
+    said: dict[str, str | None] = {"squeue": "14_0|RUNNING|n1|None|autofit-x\n"}
+    monkeypatch.setattr("autofit.cluster.slurm._call", lambda *_, **__: said["squeue"])
+    for answer, shown in ((said["squeue"], [home]), ("", []), (None, [home])):  # None: slurmctld does not answer
+        said["squeue"] = answer
+        monkeypatch.setattr("autofit.cluster.slurm._queue", Queue())
+        assert [probe.folder for probe in probes_at_work(folder)] == shown
 
 
 def test_processor_time_is_that_of_the_living_processes_whichever_ended_or_began() -> None:

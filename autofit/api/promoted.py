@@ -12,7 +12,7 @@ from rich.table import Table
 
 from autofit.files import stamp
 from autofit.folding import Folding
-from autofit.probing.launch import is_alive
+from autofit.probing.launch import is_listed
 from autofit.promotion.run_folder import RunFolder, State
 from autofit.watching.contract import Row, contract_of, verdict_of
 from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of, read_progress
@@ -79,7 +79,7 @@ def promoted_run(folder: Path) -> PromotedRun | None:
     last = lines[-1] if lines else {}
     return PromotedRun(
         folder=folder, study=str(request["study"]), trial=int(str(request["trial"])), device=str(request["device"]),
-        state=RunFolder(folder).state(lambda: is_alive(folder)), step=int(str(last.get("step", 0))),
+        state=RunFolder(folder).state(lambda: is_listed(folder)), step=int(str(last.get("step", 0))),
         last_step=int(str(last["max_steps"])) if "max_steps" in last else None,
         rows=contract_of(folder) or (), verdict=verdict_of(folder), events=tuple(events_of(folder)),
     )  # fmt: skip
@@ -202,7 +202,7 @@ def _state_stamp(folder: Path) -> Hashable:
 
 def _alive(folder: Path) -> bool:
     try:
-        return is_alive(folder)
+        return is_listed(folder)
     except (OSError, ValueError, KeyError):
         return False
 

@@ -10,7 +10,7 @@ import psutil
 from autofit.errors import AutofitError
 from autofit.files import read_json
 from autofit.hardware.usage import ProcessUse, tree_use
-from autofit.probing.launch import is_alive
+from autofit.probing.launch import is_listed
 from autofit.probing.result import ProbeRequest
 from autofit.probing.supervise import lives
 
@@ -64,7 +64,7 @@ def _at_work(study: Path, folder: Path) -> AtWork | None:
     if kind not in _NAMES or not number.isdigit() or (folder / "answer.json").exists():
         return None
     try:
-        if not is_alive(folder):
+        if not is_listed(folder):
             return None
         request = ProbeRequest.read(folder / "request.json")
         first = request.phase_path if request.phase_path.exists() else replace(request, rank=0).phase_path

@@ -259,6 +259,16 @@ def is_alive(folder: Path) -> bool:
         return False
 
 
+def is_listed(folder: Path) -> bool:
+    """`is_alive` for a list: a job that its scheduler's answer does not have has ended, and is not asked for again."""
+    job = cluster_job(_note(folder / "job.json") or {})
+    if job is None:
+        return is_alive(folder)
+    queue = job.cluster.queue()
+    state = queue.state(job.id)
+    return not queue.calls if state is None else state.is_alive
+
+
 def _is_a_copy(folder: Path) -> bool:
     """Whether `folder` was moved or copied after its job was noted: that job writes to the first place."""
     first = (_note(folder / "request.json") or {}).get("folder")
