@@ -166,6 +166,9 @@ def test_an_object_that_cannot_be_said_in_yaml_is_refused_with_the_field() -> No
         (lambda: autofit.report(folder="gone"), "there are no studies in .*gone; .* point folder at its folder"),
         (lambda: autofit.verify("best", folder="gone"), "there are no studies in .*gone"),
         (lambda: autofit.promote(3, folder=Path("gone")), "there are no studies in .*gone"),
+        (lambda: autofit.advise({}, cards="l4, rtx409"), "^cards: unknown GPU 'rtx409'; did you mean rtx4090"),
+        (lambda: autofit.advise({}, cards=""), "^cards must name at least one card"),
+        (lambda: autofit.advise({}, counts=(0,)), "^counts must be 1 to"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_argument_as_python_has_it(

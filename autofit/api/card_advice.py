@@ -8,11 +8,12 @@ from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.table import Table
 
+from autofit.api.arguments import named_as_arguments
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
-from autofit.errors import ConfigError, at_least_one
+from autofit.errors import ConfigError, at_least_one, option
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.folding import Folding
 from autofit.forecast.shop import STEPS, Choice, Offer, OfferVerdict, Shop, choice
@@ -244,6 +245,7 @@ class CardAdvice(Shown):
         )
 
 
+@named_as_arguments()
 def advise(
     recipe: Given | None = None, *,
     cards: Sequence[str] | str | None = None,
@@ -260,7 +262,7 @@ def advise(
 ) -> CardAdvice:  # fmt: skip
     """Which card, and how many of them, run a recipe at exactly its effective batch: all are simulated.
 
-    `cards` are names of cards, or "all" (default: those that are rented most); `counts` are numbers of cards.
+    `cards` are names of cards (a list, or "l4,h100"), or "all" (default: those that are rented most); `counts` are numbers of cards.
     `prices` is a YAML file or a mapping {card: dollars an hour} over autofit's dated list. `recipe`, `trainer`,
     `changes`, `prompt_tokens`, `accelerate_config`, `num_processes` (which the recipe is written for) and `deadline`
     are as `autofit.estimate` takes them. `parallel` bounds the simulations at once. Simulated answers are kept, so that
@@ -309,13 +311,13 @@ def advise(
 def _cards(given: Sequence[str] | str | None) -> list[GpuSpec]:
     if given == ALL:
         return sorted(GPU_SPECS.values(), key=lambda spec: (spec.capacity_bytes, spec.half_flops_per_s))
-    names = USUAL if given is None else [given] if isinstance(given, str) else given
+    names = USUAL if given is None else given.split(",") if isinstance(given, str) else given
     try:
-        found = {spec.name: spec for spec in map(gpu_spec, names)}
+        found = {spec.name: spec for name in names if name.strip() for spec in [gpu_spec(name.strip())]}
     except UnknownGpuError as error:
-        raise ConfigError(f"--cards: {error}") from error
+        raise ConfigError(f"{option('cards')}: {error}") from error
     if not found:
-        raise ConfigError("--cards must name at least one card, for example --cards a100-80gb,h100")
+        raise ConfigError(f"{option('cards')} must name at least one card, for example a100-80gb,h100")
     return list(found.values())
 
 
@@ -324,8 +326,8 @@ def _counts(given: Sequence[int]) -> tuple[int, ...]:
     wrong = [n for n in found if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_RANKS]
     if wrong or not found or len(found) > _MOST_COUNTS:
         raise ConfigError(
-            f"--counts must be 1 to {_MOST_COUNTS} numbers of cards from 1 to {MOST_RANKS}, for example "
-            f"--counts 1,2,4,8; got {wrong[0] if wrong else len(found)}"
+            f"{option('counts')} must be 1 to {_MOST_COUNTS} numbers of cards from 1 to {MOST_RANKS}, for example "
+            f"1,2,4,8; got {wrong[0] if wrong else len(found)}"
         )
     return found
 

@@ -54,7 +54,7 @@ def advise(options: argparse.Namespace) -> int:
 
     terminate_like_interrupt()
     found = api.advise(
-        options.recipe, cards=_names(options.cards), counts=_numbers(options.counts), prices=options.prices,
+        options.recipe, cards=options.cards, counts=_numbers(options.counts), prices=options.prices,
         trainer=options.trainer, changes=settings(options.set), prompt_tokens=options.prompt_tokens,
         accelerate_config=options.accelerate_config, num_processes=options.num_processes,
         deadline=options.deadline, parallel=options.parallel, on_event=hears,
@@ -63,12 +63,6 @@ def advise(options: argparse.Namespace) -> int:
     if found.interrupted:
         return INTERRUPTED
     return DONE if found.fits else NOTHING_FITS
-
-
-def _names(given: str | None) -> list[str] | str | None:
-    if given is None or given == "all":
-        return given
-    return [name.strip() for name in given.split(",") if name.strip()]
 
 
 def _numbers(given: str) -> list[int]:
