@@ -262,12 +262,12 @@ def advise(
 ) -> CardAdvice:  # fmt: skip
     """Which card, and how many of them, run a recipe at exactly its effective batch: all are simulated.
 
-    `cards` are names of cards (a list, or "l4,h100"), or "all" (default: those that are rented most); `counts` are numbers of cards.
-    `prices` is a YAML file or a mapping {card: dollars an hour} over autofit's dated list. `recipe`, `trainer`,
-    `changes`, `prompt_tokens`, `accelerate_config`, `num_processes` (which the recipe is written for) and `deadline`
-    are as `autofit.estimate` takes them. `parallel` bounds the simulations at once. Simulated answers are kept, so that
-    asking again takes seconds. Ctrl-C ends the simulations at work and returns the offers that are finished, with
-    `interrupted` set; a KeyboardInterrupt is raised only while the recipe is read.
+    `cards` are names of cards (a list, or "l4,h100"), or "all" (default: those that are rented most); `counts` are
+    numbers of cards. `prices` is a YAML file or a mapping {card: dollars an hour} over autofit's dated list. `recipe`,
+    `trainer`, `changes`, `prompt_tokens`, `accelerate_config`, `num_processes` (which the recipe is written for) and
+    `deadline` are as `autofit.estimate` takes them. `parallel` bounds the simulations at once. Simulated answers are
+    kept, so that asking again takes seconds. Ctrl-C ends the simulations at work and returns the offers that are
+    finished, with `interrupted` set; a KeyboardInterrupt is raised only while the recipe is read.
 
     Raises ConfigError for a recipe, a card, a count or a price that cannot be.
     """
