@@ -232,6 +232,7 @@ def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:
     assert "&lt;script&gt;&amp;[red]" in shown
     assert "&lt;b&gt;card&lt;/b&gt;" in shown
     assert "1 &lt; 2 [b]." in shown
+    assert '<td style="text-align:right;white-space:nowrap">2.00x</td>' in shown  # no number apart from its unit
     assert "<script>" not in shown
     assert isinstance(found.plot(), Figure)
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
