@@ -105,7 +105,7 @@ def test_a_line_on_the_terminal_says_that_changes_are_looked_for_until_the_searc
             begun.append(words)
 
     search = _Display(Heard("search", "r.yaml"), live=True, streaming=False)
-    search.on_advice()
+    search.on_advice(None)
     assert begun == ["reading the recipe", "looking for changes"]
 
 

@@ -897,6 +897,8 @@ def test_a_search_answers_in_the_users_keys_and_promote_writes_the_users_own_fil
          "sft", 16, {"num_processes": 16}),
         ("deepspeed --num_gpus 2 examples/scripts/reward_modeling.py --model_name_or_path m --deepspeed z.json",
          "reward", 2, {}),
+        ("deepspeed --include localhost:1,3,5 examples/scripts/sft.py --model_name_or_path m", "sft", 3,
+         {"num_processes": 3}),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch a/src/open_r1/grpo.py --config r.yaml --max_length 7 "
          "--output_dir $OUT", "grpo", 2, {"max_length": 7, "learning_rate": 1e-05}),
         ("python -m trl.scripts.sft --model_name_or_path m --lora_target_modules q_proj v_proj", "sft", 1,

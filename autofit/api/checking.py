@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds_or_none
 from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, estimator, tell_left_out
-from autofit.api.events import STOPPING, Event, OnEvent, silent
+from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
 from autofit.forecast.advice import Advice
@@ -166,7 +166,7 @@ def check(
     on_event: OnEvent | None = None,
     on_result: Callable[[Check], None] | None = None,
     on_typical: Callable[[Check], None] | None = None,
-    on_advice: Callable[[float], None] | None = None,
+    on_advice: OnAdvice | None = None,
 ) -> Check:  # fmt: skip
     """Whether one config runs on a card; if not, where it stops, and a change. `tight`: perhaps, it says what decides.
 

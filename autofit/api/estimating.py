@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds, seconds_or_none, size
-from autofit.api.events import STOPPING, Event, OnEvent, silent
+from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import (
     Given,
     check_prompt_tokens,
@@ -261,7 +261,7 @@ def estimate(
     on_event: OnEvent | None = None,
     on_result: Callable[[Estimate], None] | None = None,
     on_typical: Callable[[Estimate], None] | None = None,
-    on_advice: Callable[[float], None] | None = None,
+    on_advice: OnAdvice | None = None,
 ) -> Estimate:  # fmt: skip
     """Peak bytes by phase and category and the seconds of a step, of one config on a simulated card.
 

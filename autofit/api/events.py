@@ -132,6 +132,7 @@ class Progress:
 
 STOPPING = Event(text="stopping the simulations at work", interrupted=True)
 OnEvent = Callable[[Event], None]
+OnAdvice = Callable[[float | None], None]  # hears the most seconds that advice may take, None without a limit
 
 
 def silent(_: Event) -> None:

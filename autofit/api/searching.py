@@ -14,7 +14,7 @@ import numpy as np
 import optuna
 
 from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
-from autofit.api.events import Event, OnEvent, Progress, TrialResult, silent
+from autofit.api.events import Event, OnAdvice, OnEvent, Progress, TrialResult, silent
 from autofit.api.lower_tiers import is_known, outside, where_a_lower_tier_is_faster
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
@@ -95,7 +95,7 @@ def search(
     advice: bool = True,
     on_event: OnEvent | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-    on_advice: Callable[[], None] | None = None,
+    on_advice: OnAdvice | None = None,
 ) -> SearchResult:  # fmt: skip
     """The Pareto front of step time and device-used bytes, and the fastest config that fits, as the study has them.
 
@@ -134,9 +134,9 @@ def search(
     `advice` simulates, after the search, what lies outside the allowed tier.
 
     Nothing is printed: `on_event` gets each thing that happens (`on_event=print` shows them), `on_progress` the state
-    of the search twice a second, and `on_advice` hears that the simulations of advice begin. Ctrl-C ends the probes at
-    work and returns what was found, with `interrupted` set; a KeyboardInterrupt is raised only before the first probe.
-    No signal handler is installed, so any thread will do.
+    of the search twice a second, and `on_advice` None as the simulations of advice begin, which have no limit. Ctrl-C
+    ends the probes at work and returns what was found, with `interrupted` set; a KeyboardInterrupt is raised only
+    before the first probe. No signal handler is installed, so any thread will do.
 
     Raises ConfigError for what cannot be searched, and EnvironmentFault where the machine is at fault.
     """
@@ -202,7 +202,7 @@ class _Run:
         server: ForkServer,
         on_event: OnEvent,
         on_progress: Callable[[Progress], None] | None,
-        on_advice: Callable[[], None] | None,
+        on_advice: OnAdvice | None,
     ) -> None:
         self._asked, self._server = asked, server
         self._tell, self._on_progress, self._on_advice = on_event, on_progress, on_advice
@@ -397,7 +397,7 @@ class _Run:
         if estimator is None or is_known(record.outside, best, record.allow):
             return
         if self._on_advice is not None:
-            self._on_advice()
+            self._on_advice(None)
         try:
             known = None if ahead is None else ahead.found(best, self._note)
             found = known or outside(best, trials, estimator, record.allow, tell=self._note)

@@ -185,7 +185,7 @@ def _answered(
         if not (options.stream or options.json):
             show_lines(found.of_typical)
 
-    def looks(limit_s: float) -> None:
+    def looks(limit_s: float | None) -> None:
         bar.begin(ADVICE, most_s=limit_s)
 
     terminate_like_interrupt()

@@ -125,9 +125,9 @@ class _Display:
             self._status.start()
         self._status.update(Text(str(progress)))
 
-    def on_advice(self) -> None:
+    def on_advice(self, limit_s: float | None) -> None:
         self._still()
-        self._bar.begin(ADVICE)
+        self._bar.begin(ADVICE, most_s=limit_s)
 
     def close(self) -> None:
         """End the live lines."""

@@ -7,7 +7,7 @@ from itertools import groupby
 from autofit.errors import ConfigError
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
 from autofit.hardware.hardware import Device
-from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier
+from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier, weight_bits
 from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.recipe.spread import with_launch
@@ -148,13 +148,13 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
     return Rung(
         values=values, changes=changes, tier=tier, shards_weights=_shards(launch),
         offloads=launch.offload not in ("none", recipe.launch.offload),
-        quantised=bool(values.get("load_in_4bit") or values.get("load_in_8bit")),
+        quantised=weight_bits(values) is not None,
     )  # fmt: skip
 
 
 def _in_integers(values: Mapping[str, object]) -> bool:
     """Whether weights of 4 bits are stored as integers, which FSDP2 does not shard."""
-    return bool(values.get("load_in_4bit")) and values.get(QUANT_STORAGE) in (None, "uint8")
+    return weight_bits(values) == 4 and values.get(QUANT_STORAGE) in (None, "uint8")
 
 
 def _keeps_gradients(values: Mapping[str, object], recipe: Recipe) -> bool:

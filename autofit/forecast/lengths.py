@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autofit.errors import ConfigError, option, printable, quoted
+from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.recipe.recipe import Recipe
 
 Counts = NDArray[np.int64]
@@ -19,7 +20,6 @@ OFF = "off"
 STEPS = 1000  # optimizer steps that are drawn
 _MOST_DRAWN = 4_000_000  # samples of all drawn steps
 _MOST_BYTES = 64_000_000  # of a file of lengths
-_MOST_TOKENS = 4_194_304
 _FROM_QUANTILES = 2_000  # samples that stand for a distribution of which three quantiles are known
 _FORMS = "three lengths in tokens (p50,p95,max, for example 300,900,2048), a file of lengths, or off"
 # LengthGroupedSampler sorts stretches of 50 batches, or of a quarter of the samples (transformers trainer_pt_utils.py).
@@ -58,10 +58,10 @@ def read_lengths(given: str | Sequence[int]) -> Lengths:
 
 
 def _of_quantiles(quantiles: Sequence[int], given: str) -> Lengths:
-    if len(quantiles) != 3 or not 1 <= quantiles[0] <= quantiles[1] <= quantiles[2] <= _MOST_TOKENS:
+    if len(quantiles) != 3 or not 1 <= quantiles[0] <= quantiles[1] <= quantiles[2] <= MOST_PROMPT_TOKENS:
         raise ConfigError(
-            f"{option('lengths')} p50,p95,max must be three whole numbers of tokens from 1 to {_MOST_TOKENS:,} that do "
-            f"not fall, for example 300,900,2048; got {quoted(given)}"
+            f"{option('lengths')} p50,p95,max must be three whole numbers of tokens from 1 to {MOST_PROMPT_TOKENS:,} "
+            f"that do not fall, for example 300,900,2048; got {quoted(given)}"
         )
     return Lengths(tokens=_spread(*quantiles), source=f"lengths of median {quantiles[0]:,}, 95 % {quantiles[1]:,} and "
                    f"longest {quantiles[2]:,} tokens")  # fmt: skip
@@ -124,10 +124,10 @@ def _entry(row: object, column: str | None, what: str) -> object:
 
 
 def _checked(found: Sequence[object], what: str) -> tuple[int, ...]:
-    right = tuple(n for n in found if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= _MOST_TOKENS)
+    right = tuple(n for n in found if isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= MOST_PROMPT_TOKENS)
     if not found or len(right) < len(found):
         got = quoted(next(n for n in found if n not in right)) if found else "none"
-        raise ConfigError(f"{what} must have whole numbers of tokens from 1 to {_MOST_TOKENS:,}; got {got}")
+        raise ConfigError(f"{what} must have whole numbers of tokens from 1 to {MOST_PROMPT_TOKENS:,}; got {got}")
     return right
 
 

@@ -28,6 +28,7 @@ ASKS_FOR_NPUS = re.compile(
 _OF_NOTEBOOK = re.compile(r"(?m)^%%\w+[^\n]*$|^[ \t]*(?:!|\$ )[ \t]*(?=[\w/.])")  # and a terminal's prompt
 _LOST = re.compile(r"(?m)^((?![ \t]*#)(?:(?!\s#)[^\n])*[^\s\\][ \t]*)\n(?=[ \t]*--[A-Za-z])")
 _SEPARATORS = ";&|\n)"
+Told = tuple[object, object]  # ranks of a machine and machines, as they are written
 _DEEPEST = 20
 _MOST_ADDED = 16 * MOST_BYTES  # a variable that doubles itself fills the memory in forty lines
 
@@ -165,6 +166,37 @@ def visible_cards(variables: Mapping[str, str]) -> int | None:
     """Cards that CUDA_VISIBLE_DEVICES names; None where it is not set, or not known here."""
     shown = variables.get("CUDA_VISIBLE_DEVICES", "")
     return len(shown.split(",")) if shown and UNSURE not in shown else None
+
+
+def told_ranks(words: Sequence[str], shared: Mapping[str, object], variables: Mapping[str, str]) -> Told | None:
+    """Ranks as a launcher's options, its config or the environment say them: of a machine, or all and one machine.
+
+    The options are among `words`, `shared` is the accelerate config, and `variables` has NPROC_PER_NODE and NNODES
+    where the program reads them. None where none of these says it.
+    """
+    said = dict(options(words))
+    if "include" in said:  # deepspeed's `--include localhost:0,1`
+        return sum(len(host.partition(":")[2].split(",")) for host in said["include"].split("@")), 1
+    if (total := said.get("num_processes") or shared.get("num_processes")) is not None:
+        return total, 1
+    machines = next((said[key] for key in ("nnodes", "num_nodes", "num_node") if key in said), None)
+    each = said.get("nproc_per_node") or said.get("num_gpus") or variables.get("NPROC_PER_NODE")
+    return None if each is None else (each, machines or variables.get("NNODES") or 1)
+
+
+def ranks_in(told: Told) -> int | None:
+    """All ranks, by `told_ranks`; None where they are no numbers."""
+    counts = [int(text) for text in map(str, told) if text.isdecimal() and len(text) < 7]
+    return counts[0] * counts[1] or None if len(counts) == 2 else None
+
+
+def started_ranks(before: Sequence[str], told: Told | None, variables: Mapping[str, str]) -> int | None:
+    """Ranks that the words `before` a program start: those told, one of a plain Python, or one a visible card."""
+    if told is not None:
+        return ranks_in(told)
+    program = before[0].rpartition("/")[2]
+    plain = program.startswith("python") or program == "uv"
+    return 1 if plain and "torch.distributed.run" not in before else visible_cards(variables)
 
 
 def _plain(word: str) -> object:

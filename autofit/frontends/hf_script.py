@@ -11,13 +11,20 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import evaluation, keys
-from autofit.frontends.command import UNSURE, Command, accelerate_config, arguments, commands
+from autofit.frontends.command import (
+    UNSURE,
+    Command,
+    accelerate_config,
+    arguments,
+    commands,
+    started_ranks,
+    told_ranks,
+)
 from autofit.frontends.draft import Draft
 from autofit.frontends.foreign import Explanation, Foreign, Line, lines
 from autofit.frontends.sharing import of_accelerate
 from autofit.frontends.shipped import launch_of
 from autofit.frontends.trl_recipe import batch_words
-from autofit.frontends.yaml_script import launched
 
 TOOL = "transformers"
 _MODEL = "model_name_or_path"
@@ -54,11 +61,13 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     unsure = [key for key, value in given.items() if UNSURE in str(value) and _counts(key)]
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
-    shared = accelerate_config(command.words[:place], folder)
+    before = command.words[:place]
+    shared = accelerate_config(before, folder)
     if not {"deepspeed", "fsdp"} & given.keys():
         given |= of_accelerate(shared)
-    count = launched(command, place, shared) if ranks is None else ranks
-    foreign = _recipe(given, folder, count, program)
+    if ranks is None:
+        ranks = started_ranks(before, told_ranks(before, shared, {}), command.variables)
+    foreign = _recipe(given, folder, ranks, program)
     more = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
     return replace(foreign, notes=(*foreign.notes, *more))
 

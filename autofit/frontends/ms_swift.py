@@ -12,11 +12,21 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends import evaluation, sharing, swift_tasks
-from autofit.frontends.command import UNSURE, Command, accelerate_config, arguments, commands, options, visible_cards
+from autofit.frontends.command import (
+    UNSURE,
+    Command,
+    accelerate_config,
+    arguments,
+    commands,
+    ranks_in,
+    told_ranks,
+    visible_cards,
+)
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
 from autofit.frontends.tools import MS_SWIFT
+from autofit.recipe.keys import weight_bits
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -126,34 +136,24 @@ def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str
 
     Raises ConfigError where a rank would have several cards, over which ms-swift splits the model.
     """
-    words = command.words
-    said = dict(options(words))
-    each = said.get("nproc_per_node") or said.get("num_processes") or environment.get("NPROC_PER_NODE")
-    if each is None and config.get("num_processes") is not None:
-        return int(number(config["num_processes"]) or 0) or None
-    machines = said.get("nnodes") or environment.get("NNODES") or "1"
-    counts = [
-        int(text) if text is not None and text.isdecimal() and len(text) < 10 else None for text in (each, machines)
-    ]
+    told = told_ranks(command.words, config, environment)
     cards = visible_cards(environment)
-    started = words[0] not in ("accelerate", "deepspeed")
-    if each is None and not started:
+    if told is None and command.words[0] in ("accelerate", "deepspeed"):
         return cards if cards and cards > 1 else None
-    if each is None and cards and cards > 1:
+    if told is None and cards and cards > 1:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES names {cards} cards and NPROC_PER_NODE is not set, so ms-swift splits the model "
             "over them (device_map), which is not simulated"
         )
-    if each is None:
+    if told is None:
         return 1 if cards else None
-    if counts[0] is None or counts[1] is None:
-        return None
-    if cards and cards >= 2 * counts[0]:
+    each = ranks_in((told[0], 1))
+    if cards and each and cards >= 2 * each:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES names {cards} cards for {counts[0]} ranks, so ms-swift splits the model of each "
-            f"over {cards // counts[0]} (device_map), which is not simulated"
+            f"CUDA_VISIBLE_DEVICES names {cards} cards for {each} ranks, so ms-swift splits the model of each "
+            f"over {cards // each} (device_map), which is not simulated"
         )
-    return counts[0] * counts[1]
+    return ranks_in(told)
 
 
 def _env(values: dict[str, object]) -> dict[str, str]:
@@ -169,8 +169,8 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     given = dict(given)
     environment = _env(given)
     if ranks is None and environment:
-        each = number(environment.get("NPROC_PER_NODE"))
-        ranks = int(each * (number(environment.get("NNODES")) or 1)) if each else None
+        told = told_ranks((), {}, environment)
+        ranks = None if told is None else ranks_in(told)
     for name, today in (("train_type", "tuner_type"), ("init_lora_weights", "init_weights")):  # names until 3.x
         if name in given:
             given.setdefault(today, given.pop(name))
@@ -398,7 +398,7 @@ def _llamapro(draft: Draft) -> None:
     blocks, groups = draft.whole("llamapro_num_new_blocks", 4), draft.whole("llamapro_num_groups")
     if groups not in (None, blocks):
         raise ConfigError("llamapro_num_groups is simulated where it equals llamapro_num_new_blocks; omit it")
-    if draft.values.get("load_in_4bit") or draft.values.get("load_in_8bit") or "objective" not in draft.values:
+    if weight_bits(draft.values) or "objective" not in draft.values:
         raise ConfigError("tuner_type llamapro is not simulated with quant_method or rlhf_type grpo")
     draft.put("added_layers", blocks, "llamapro_num_new_blocks")
     draft.fixed.update(("use_peft", "load_in_4bit", "load_in_8bit"))

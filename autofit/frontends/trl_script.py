@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends.command import UNSURE, Command, arguments, certain, commands, options, visible_cards
+from autofit.frontends.command import (
+    UNSURE,
+    Command,
+    Told,
+    arguments,
+    certain,
+    commands,
+    options,
+    ranks_in,
+    started_ranks,
+    told_ranks,
+)
 from autofit.frontends.foreign import Explanation, Foreign, Line
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
@@ -33,6 +44,7 @@ node_rank role max_restarts tee num_machines multi_gpu same_network hostfile gpu
 debug standalone log_dir with deepspeed_multinode_launcher dynamo_backend module
 """
 _WITHOUT = frozenset(_OPTIONS.split())
+_COUNTS = ("num_processes", "nproc_per_node", "num_gpus", "include", "nnodes", "num_nodes")
 _LISTS = ("reward_funcs", "reward_weights", "lora_target_modules", "lora_modules_to_save")  # also of one word
 # Arguments that may hang on the environment: neither memory nor the batch depends on them.
 _HARMLESS = ("output_dir", "run_name", "logging_dir", "hub_model_id", "report_to", "hub_token", "save_steps")
@@ -88,7 +100,8 @@ def training(text: str, *, folder: Path) -> Training:
     if before[-1:] != ("trl",) and not _TRLS.search(script) and not script.startswith("trl."):
         left_out = f"; its {', '.join(own)} are left out" if own else ""
         notes.append(f"{script} is taken for TRL's own {kind}: what it does besides is not simulated{left_out}")
-    launch, unread = _launch(before)
+    told = told_ranks(before, {}, {})
+    launch, unread = _launch(before, told)
     if unread:
         notes.append(f"{', '.join(unread)} of {before[0]} is not read")
     values |= launch
@@ -98,7 +111,7 @@ def training(text: str, *, folder: Path) -> Training:
             values[key] = _file(key, name, folder, notes)
     ranks = values.get("num_processes")
     if ranks is None and not {"accelerate_config", "config_file"} & values.keys():
-        ranks = _visible(command, before)
+        ranks = started_ranks(before, told, command.variables)
     unsure = [key for key, value in values.items() if UNSURE in str(value) and key not in _HARMLESS]
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
@@ -149,22 +162,20 @@ def _started(text: str) -> Iterator[tuple[Command, str, int]]:
                     break
 
 
-def _launch(before: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+def _launch(before: Sequence[str], told: Told | None) -> tuple[dict[str, object], list[str]]:
     """({key of an accelerate launch: value} of the words before the script, options that are not read)."""
-    said = dict(options(before))
     found: dict[str, object] = {}
     unread: list[str] = []
-    counts = {"num_processes", "nproc_per_node", "num_gpus"} & said.keys()
-    nodes = next((said[key] for key in ("nnodes", "num_nodes") if key in said), "1")
-    for key in counts:
-        each = said[key]
-        if not each.isdecimal() or not nodes.isdecimal():
-            raise ConfigError(f"the script does not say {key} of {before[0]} for certain; write the value there")
-        found["num_processes"] = int(each) * int(nodes)
+    said = dict(options(before))
+    if told is not None and (ranks := ranks_in(told)) is None:
+        key = next(key for key in _COUNTS if key in said)
+        raise ConfigError(f"the script does not say {key} of {before[0]} for certain; write the value there")
+    if told is not None:
+        found["num_processes"] = ranks
     for key, text in said.items():
         if key == "config_file":
             found["accelerate_config"] = text
-        elif key in counts or key in ("nnodes", "num_nodes") or key in _WITHOUT:
+        elif key in _COUNTS or key in _WITHOUT:
             continue
         elif is_launch_key(key):
             found[key] = parse_yaml(text) if text else True
@@ -183,10 +194,3 @@ def _file(key: str, name: str, folder: Path, notes: list[str]) -> str:
             raise
         notes.append(f"{name} is not here: the {own} that TRL ships is taken for it")
         return own
-
-
-def _visible(command: Command, before: Sequence[str]) -> int | None:
-    """Ranks where the launcher does not say: one of a plain `python`, else the cards that the environment names."""
-    if before[:1] in (("python",), ("python3",), ("uv",)) and "torch.distributed.run" not in before:
-        return 1
-    return visible_cards(command.variables)

@@ -17,8 +17,8 @@ from autofit.frontends.command import (
     arguments,
     certain,
     commands,
-    options,
-    visible_cards,
+    started_ranks,
+    told_ranks,
 )
 from autofit.frontends.sharing import near, of_accelerate
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, Tool
@@ -80,7 +80,10 @@ def training(text: str, *, folder: Path) -> Training:
     over = of_accelerate(shared) if tool is LLAMA_FACTORY and not {"deepspeed", "fsdp"} & {*given, *own} else {}
     over |= {key: value for key, value in own.items() if key not in _OF_LAUNCH}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
-    ranks = launched(command, place, shared, by_environment=tool is LLAMA_FACTORY and place == 1)
+    # `axolotl train` starts a launcher itself, with options among its own
+    before = command.words if tool is AXOLOTL and place == 1 else command.words[:place]
+    told = told_ranks(before, shared, command.variables if tool is LLAMA_FACTORY and place == 1 else {})
+    ranks = started_ranks(command.words, told, command.variables)
     return Training(tool=tool, values={**given, **over}, ranks=ranks, config=config, laid_over=over, notes=notes)
 
 
@@ -113,33 +116,3 @@ def _overrides(words: Sequence[str]) -> dict[str, object]:
 def _arguments(words: Sequence[str], folder: Path, tool: Tool) -> dict[str, object]:
     """The values of `--key value`, up to a `--`, after which a launcher's own follow."""
     return arguments(words[: words.index("--") if "--" in words else None], folder, tool=tool.name)
-
-
-def launched(command: Command, place: int, shared: Mapping[str, object], *, by_environment: bool = False) -> int | None:
-    """Ranks that are started: by the launcher's options or its config, by the environment, or one a visible card.
-
-    `by_environment` is for a program that reads NPROC_PER_NODE and NNODES.
-    """
-    words, environment = command.words, command.variables
-    # `axolotl train` starts a launcher itself, with options among its own
-    said = dict(options(words if words[0].rpartition("/")[2] == "axolotl" else words[:place]))
-    if "include" in said:  # deepspeed's `--include localhost:0,1`
-        return sum(len(host.partition(":")[2].split(",")) for host in said["include"].split("@"))
-    total = said.get("num_processes") or shared.get("num_processes")
-    each: object = said.get("nproc_per_node") or said.get("num_gpus")
-    machines = next((said[key] for key in ("nnodes", "num_nodes", "num_node") if key in said), None)
-    if total is None and each is None and by_environment:
-        each, machines = environment.get("NPROC_PER_NODE"), environment.get("NNODES")
-    if total is not None:
-        return _whole(total)
-    if each is None and words[0].rpartition("/")[2].startswith("python") and "torch.distributed.run" not in words:
-        return 1
-    if each is None:
-        each = visible_cards(environment)
-    one, count = _whole(each), _whole(machines or 1)
-    return None if one is None or count is None else one * count
-
-
-def _whole(value: object) -> int | None:
-    text = str(value)
-    return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else None

@@ -9,7 +9,7 @@ from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import compared_attention
-from autofit.recipe.keys import BatchKeys
+from autofit.recipe.keys import BatchKeys, weight_bits
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.recipe import merge
 from autofit.recipe.spread import Batch
@@ -68,7 +68,7 @@ def unlike(resolved: Mapping[str, object]) -> tuple[str, ...]:
     dtype = resolved.get("dtype")
     if resolved.get("bf16") or resolved.get("fp16") or dtype not in (None, "float32", "auto"):
         found.append("float32, not the recipe's 16-bit arithmetic, which has larger rounding errors")
-    if resolved.get("load_in_4bit") or resolved.get("load_in_8bit"):
+    if weight_bits(resolved):
         found.append("no quantised weights")
     if resolved.get("use_vllm"):
         found.append("no vLLM: its importance weights, one per token or sequence, are not compared")

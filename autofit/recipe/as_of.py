@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autofit.errors import ConfigError, nearest, option, quoted
+from autofit.recipe.keys import weight_bits
 from autofit.recipe.launch import is_on
 from autofit.recipe.profile import Older, Version, profile
 from autofit.recipe.recipe import Recipe
@@ -187,9 +188,8 @@ def _tokens(recipe: Recipe) -> int | None:
 
 
 def _kbit(recipe: Recipe, name: str, trl: Version) -> OlderBehaviour | None:
-    quantised = any(is_on(recipe.resolved.get(key)) for key in ("load_in_4bit", "load_in_8bit"))
     before = profile(name).older.kbit_until
-    if not quantised or not recipe.uses_lora or trl >= before or not recipe.embedding_parameters:
+    if not weight_bits(recipe.resolved) or not recipe.uses_lora or trl >= before or not recipe.embedding_parameters:
         return None
     if str(recipe.resolved.get("dtype") or "float32") == "float32":
         return None

@@ -50,6 +50,11 @@ def evaluates(values: Mapping[str, object]) -> bool:
     return values.get("eval_strategy") not in (None, False, "no")
 
 
+def weight_bits(values: Mapping[str, object]) -> int | None:
+    """Bits of a weight as the recipe `values` loads it, 4 or 8 by bitsandbytes; None where it does not quantise."""
+    return 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
+
+
 def divisors(number: int) -> set[int]:
     """Every divisor of `number`, found by trying up to its square root."""
     small = {n for n in range(1, math.isqrt(number) + 1) if number % n == 0}

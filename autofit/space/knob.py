@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from autofit.errors import ConfigError, nearest, option
-from autofit.recipe.keys import TIERS, Tier, divisors
+from autofit.recipe.keys import TIERS, Tier, divisors, weight_bits
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.recipe.yaml_file import read_yaml_mapping
@@ -60,7 +60,8 @@ def own_value(name: str, recipe: Recipe, unset: Value = None) -> Value:
     """The value that the recipe has for the knob `name`; `unset` for an inner key that it does not give."""
     resolved = recipe.resolved
     if name == QUANTIZATION:
-        return "4bit" if resolved.get("load_in_4bit") else "8bit" if resolved.get("load_in_8bit") else "none"
+        bits = weight_bits(resolved)
+        return "none" if bits is None else f"{bits}bit"
     if name.startswith(ENV):
         found = inner_value(recipe.values, name)
         return None if found is None else str(found)
