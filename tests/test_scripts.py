@@ -21,7 +21,6 @@ from autofit.scripts.columns import Columns
 from autofit.scripts.data import MadeUp, stood_in
 from autofit.scripts.installs import _INSTALLS
 from autofit.scripts.notebook import code_of
-from autofit.scripts.others import shapes
 from autofit.scripts.packages import idle
 from autofit.scripts.running import Script, fit_script
 
@@ -458,12 +457,12 @@ def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_pat
     assert "older names were read by those of today: torch_dtype as dtype" in notes
 
 
-@pytest.mark.parametrize("name", list(shapes()))
+@pytest.mark.parametrize("name", list(catalogue.others()))
 def test_a_shape_that_is_not_in_the_catalogue_has_the_published_size(name: str) -> None:
     import torch
     import transformers
 
-    found = shapes()[name]
+    found = catalogue.others()[name]
     kinds = found.config["architectures"]
     assert isinstance(kinds, list)
     with torch.device("meta"):

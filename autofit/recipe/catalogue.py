@@ -63,6 +63,11 @@ def architecture(name: str) -> Architecture | None:
     return same[0] if same and all(one.config == same[0].config for one in same) else None
 
 
+def others() -> Mapping[str, Architecture]:
+    """{name in small letters: entry} of models that only scripts load: encoders, models of two stacks, older ones."""
+    return {key.lower(): value for key, value in _all("others").items()}
+
+
 def base_of(name: str) -> Architecture | None:
     """The model whose name and size stand in `name`: mistralai/Mistral-7B-v0.1 for someone/dolphin-2.1-mistral-7b.
 
@@ -115,12 +120,12 @@ def attention_heads(model: str) -> int | None:
 
 
 @cache
-def _all() -> dict[str, Architecture]:
+def _all(section: str = "models") -> dict[str, Architecture]:
     text = resources.files("autofit.recipe").joinpath("catalogue.yaml").read_text(encoding="utf-8")
     content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  (a SafeLoader)
     found: dict[str, Architecture] = {}
-    for name, entry in content["models"].items():
-        shape = {**content["families"][entry["family"]], **entry["config"]}
+    for name, entry in content[section].items():
+        shape = {**content["families"].get(entry.get("family"), {}), **entry["config"]}
         for variant, changes in {name: {}, **entry.get("also", {})}.items():
             config = cast(Config, {**shape, **changes})
             found[variant] = Architecture(name=variant, config=config, parameters=int(entry["parameters"]))

@@ -26,7 +26,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from autofit.errors import ConfigError, quoted
 from autofit.recipe import catalogue
 from autofit.scripts.older import forget_downloads, modernise
-from autofit.scripts.others import shape
 from autofit.trainers.common import random_checkpoint
 from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model, stand_in_of
 from autofit.units import format_bytes
@@ -65,7 +64,7 @@ class StandIns:
         try:
             return str(stand_in_model(name, folder))
         except ConfigError:
-            known, base = shape(name), catalogue.base_of(name)
+            known, base = catalogue.others().get(name.lower()), catalogue.base_of(name)
             if known is not None:
                 return str(stand_in_of(known.config, folder))
             if base is None:
