@@ -20,9 +20,9 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.describe import set_options
 from autofit.space.knob import Knob
 from autofit.space.space import Space
+from autofit.space.traits import set_options
 from autofit.tuning.frontier import Trial
 
 Values = Mapping[str, object]

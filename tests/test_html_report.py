@@ -23,9 +23,9 @@ from autofit.commands.studies import show_result
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.probing.supervise import note_of
-from autofit.space.describe import reason_for
 from autofit.space.knob import load_space
 from autofit.space.space import Space
+from autofit.space.traits import reason_for
 from autofit.tuning.frontier import winner
 from autofit.tuning.record import keep_proof, keep_record, record_of
 from autofit.tuning.search import Search, open_study

@@ -39,10 +39,9 @@ from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.run_folder import Oom
 from autofit.proof.reach import reach
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import reason_for
 from autofit.space.knob import load_space, read_space
 from autofit.space.space import Space
-from autofit.space.traits import SHARED_FILE, Reach, shared_traits, traits_of
+from autofit.space.traits import SHARED_FILE, Reach, reason_for, shared_traits, traits_of
 from autofit.tuning.record import StudyRecord
 from autofit.tuning.search import Search, _asked, open_study
 from autofit.tuning.study import load_study, trials_of

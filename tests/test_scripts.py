@@ -17,11 +17,9 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.recipe import catalogue
 from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
-from autofit.scripts.columns import Columns
-from autofit.scripts.data import MadeUp, stood_in
-from autofit.scripts.installs import _INSTALLS
-from autofit.scripts.notebook import code_of
-from autofit.scripts.packages import idle
+from autofit.scripts.code import code_of
+from autofit.scripts.data import Columns, MadeUp, stood_in
+from autofit.scripts.packages import _INSTALLS, idle
 from autofit.scripts.running import Script, fit_script
 
 SCRIPT = """
@@ -438,8 +436,7 @@ def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all
 def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_path: Path) -> None:
     import trl
 
-    from autofit.scripts.older import understood
-    from autofit.scripts.options import understood as options_understood
+    from autofit.scripts.older import options_understood, understood
 
     file = tmp_path / "old.yaml"
     file.write_text("torch_dtype: bfloat16\nmax_seq_length: 64\nwarmup_ratio: 0.1\noutput_dir: out\nbf16: false\n")

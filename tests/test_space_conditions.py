@@ -11,10 +11,9 @@ import autofit.space.narrow
 from autofit.api.planning import _check_target
 from autofit.errors import ConfigError
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
-from autofit.space.describe import describe_changes, describe_left_out
 from autofit.space.knob import Knob, load_space, read_space
 from autofit.space.space import Space
-from autofit.space.traits import SHARED_FILE
+from autofit.space.traits import SHARED_FILE, describe_changes, describe_left_out
 
 OPTIONS, CARD = "activation_checkpointing_kwargs", "sim:a100-40gb"
 DEFAULTS: dict[str, object] = {  # TRL's, of the keys that the default space of GRPO varies

@@ -25,7 +25,7 @@ from autofit.probing.result import ProbeResult
 from autofit.recipe.launch import MOST_RANKS, Launch
 from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import describe_changes, samples_word
+from autofit.space.traits import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds
 
 USUAL = ("rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200")  # that are rented most, one of each kind

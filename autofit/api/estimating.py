@@ -37,9 +37,9 @@ from autofit.recipe.as_of import Then, read_libraries, then_of
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import describe_left_out
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space
+from autofit.space.traits import describe_left_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

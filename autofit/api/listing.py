@@ -14,7 +14,7 @@ from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown
 from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
-from autofit.space.describe import describe_changes
+from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import baseline, winner
 from autofit.tuning.record import record_of
 from autofit.tuning.storage import database_of, use_storage

@@ -17,8 +17,8 @@ from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.describe import describe_changes
 from autofit.space.space import Candidate, Space
+from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import Trial
 from autofit.units import format_bytes, format_seconds
 

@@ -15,7 +15,7 @@ from autofit.api.results import SearchResult
 from autofit.api.tables import html_of, margin_sentence, sensitivity_table, sentence
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.recipe import inner_value
-from autofit.space.describe import describe_changes, reason_for, samples_word
+from autofit.space.traits import describe_changes, reason_for, samples_word
 from autofit.tuning.sensitivity import Neighbour
 from autofit.units import format_bytes, format_seconds
 

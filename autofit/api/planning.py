@@ -31,9 +31,9 @@ from autofit.probing.cuda_start import check_cuda
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
-from autofit.space.describe import describe_left_out
 from autofit.space.knob import StatedSpace, read_space, space_knobs
 from autofit.space.space import QUANTIZATION, Knob, Space
+from autofit.space.traits import describe_left_out
 from autofit.tuning.frontier import GOALS, Goal
 from autofit.tuning.sampler import SAMPLERS, SamplerName
 from autofit.tuning.search import Plan

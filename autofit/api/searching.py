@@ -43,9 +43,9 @@ from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import Tier
 from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import merge
-from autofit.space.describe import describe_changes
 from autofit.space.knob import StatedSpace
 from autofit.space.space import Space
+from autofit.space.traits import describe_changes
 from autofit.tracking.follower import Follower, following
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner

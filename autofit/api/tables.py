@@ -13,8 +13,8 @@ from rich.text import Text
 from autofit.api.events import TrialResult
 from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
-from autofit.space.describe import describe_changes, samples_word
 from autofit.space.narrow import missing_packages
+from autofit.space.traits import describe_changes, samples_word
 from autofit.tuning.foreseen import Foreseen
 from autofit.tuning.frontier import Trial
 from autofit.tuning.sensitivity import Margin, Neighbour

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from autofit.fakegpu.cub import (
+from autofit.fakegpu.reductions import (
     reduce_bytes,
     scan_bytes,
     select_bytes,
     sort_pairs_bytes,
     sort_segments_bytes,
+    split_buffers,
 )
-from autofit.fakegpu.reductions import split_buffers
 from autofit.fakegpu.specs import GpuSpec
 
 
@@ -639,5 +639,5 @@ SCRATCH: dict[str, Scratch] = {
     "aten::_flash_attention_backward": Scratch(_flash_backward_of_tokens),
     "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward),
     "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
-    "flex::flex_attention_backward": Scratch(_delta),  # patches/flex.py
+    "flex::flex_attention_backward": Scratch(_delta),  # patches/attention.py
 }

@@ -10,7 +10,7 @@ from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import describe_changes
+from autofit.space.traits import describe_changes
 from autofit.units import format_bytes, format_seconds
 
 _FLOAT32 = 3.5  # bytes of a parameter, from which on most of them are float32

@@ -11,7 +11,7 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.clashes import OFFLOAD
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
-from autofit.space.describe import describe_changes, set_options
+from autofit.space.traits import describe_changes, set_options
 from autofit.units import format_bytes, format_seconds
 
 Probe = Callable[[Mapping[str, object]], ProbeResult]

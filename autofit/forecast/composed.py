@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from autofit.fakegpu.formula.formula import Floats
-from autofit.forecast.engines import Engine
-from autofit.forecast.evaluation import Parts, Sketched, passes, plain
+from autofit.forecast.evaluation import Engine, Parts, Sketched, passes, plain
 from autofit.forecast.models import Made
 from autofit.forecast.structures import Setting, Shape, Structure, differences
 

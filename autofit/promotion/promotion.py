@@ -49,7 +49,7 @@ from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import merge
 from autofit.recipe.server import RolloutServer
 from autofit.recipe.yaml_file import read_yaml_mapping
-from autofit.space.describe import describe_changes
+from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import BEST, LEANEST, Rule, Trial, leanest, winner
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note

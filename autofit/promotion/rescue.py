@@ -20,7 +20,7 @@ from autofit.promotion.run_folder import Oom, RunFolder, forget_oom, log_of, rea
 from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Verdict, prove_changes
 from autofit.recipe.recipe import Recipe
-from autofit.space.describe import describe_changes
+from autofit.space.traits import describe_changes
 from autofit.watching.events import Kind, RunEvent, keep_event, read_progress
 
 _FILE = "rescues.json"

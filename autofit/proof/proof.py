@@ -28,8 +28,7 @@ from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.recipe import inner_value, merge
 from autofit.recipe.spread import Batch
-from autofit.space.describe import describe_changes
-from autofit.space.traits import Reach
+from autofit.space.traits import Reach, describe_changes
 from autofit.tuning.frontier import Trial
 from autofit.tuning.record import keep_proof, kept_proof, record_of
 

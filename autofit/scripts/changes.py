@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from autofit.errors import ConfigError, nearest
-from autofit.space.describe import set_options
+from autofit.space.traits import set_options
 from autofit.units import format_bytes, format_seconds
 
 MICRO, ACCUMULATION, CHECKPOINTING = (

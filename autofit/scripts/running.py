@@ -21,14 +21,11 @@ from autofit.errors import ConfigError, printable, quoted
 from autofit.files import Scratch
 from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
-from autofit.scripts.columns import Columns
-from autofit.scripts.data import MadeUp, stood_in
+from autofit.scripts.code import SUFFIX as NOTEBOOK
+from autofit.scripts.code import code_of, has_commands, project_of, whole_code
+from autofit.scripts.data import Columns, MadeUp, stood_in
 from autofit.scripts.fewer import Fewer
-from autofit.scripts.installs import nothing_installed, of_a_notebook
-from autofit.scripts.notebook import SUFFIX as NOTEBOOK
-from autofit.scripts.notebook import code_of, has_commands
-from autofit.scripts.own import project_of, whole_code
-from autofit.scripts.packages import idle
+from autofit.scripts.packages import idle, nothing_installed, of_a_notebook
 
 if TYPE_CHECKING:
     import torch
@@ -207,8 +204,7 @@ def _stood_in(
         stack.enter_context(idle(code, card.note))
         if any(name in code for name in _LIBRARIES):
             from autofit.scripts.changes import laid_over
-            from autofit.scripts.older import understood
-            from autofit.scripts.options import understood as options_understood
+            from autofit.scripts.older import options_understood, understood
             from autofit.scripts.stand_ins import StandIns
 
             models = StandIns(made.folder, card.note)

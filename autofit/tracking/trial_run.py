@@ -13,7 +13,7 @@ from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric, Sq
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH
 from autofit.recipe.secrets import masked
-from autofit.space.describe import describe_changes
+from autofit.space.traits import describe_changes
 from autofit.tracking.runs import CONFIRMED, ENDED, KIND, STATUS, STUDY, TIER, TRIAL
 from autofit.tuning.frontier import SPEED, Trial
 from autofit.tuning.record import StudyRecord

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
-from autofit.space.describe import describe_changes, samples_word
+from autofit.space.traits import describe_changes, samples_word
 from autofit.tuning.comparison import EDGE_EQUAL_FRAC, EDGE_FRAC, EQUAL_FRAC, LEANER_FRAC, Comparison, alike, edge_bytes
 from autofit.tuning.frontier import BAND, FASTEST, SLOWER_FRAC, Rule, Trial, baseline, cost, in_band, measured, winner
 from autofit.tuning.record import StudyRecord

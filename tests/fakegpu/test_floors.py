@@ -18,8 +18,8 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 # each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "allocator", "cub", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
-        "own_work", "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
+        "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
+        "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
     ),
     ("depth.stack", "ranks", "rates.cards", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
@@ -35,9 +35,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("patches.same_calls", "patches.walks"),
     (
         "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
-        "patches.flex", "patches.recurrent", "patches.rollout", "patches.vllm",
+        "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
-    ("patches.distributed", "patches.libraries", "patches.low_bit", "patches.low_bit_host"),
+    ("patches.distributed", "patches.libraries", "patches.low_bit"),
     ("patches.registry",),
     ("device",),
     ("",),

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.fakegpu.cub import scan_bytes, select_bytes, sort_pairs_bytes, sort_segment_numbers_bytes
-from autofit.fakegpu.reductions import split_buffers
+from autofit.fakegpu.reductions import (
+    scan_bytes,
+    select_bytes,
+    sort_pairs_bytes,
+    sort_segment_numbers_bytes,
+    split_buffers,
+)
 
 H100, A100 = {"processors": 132, "threads": 2048}, {"processors": 108, "threads": 2048}
 Make = Callable[..., torch.Tensor]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.fakegpu.own_work import own_work
+from autofit.fakegpu.depth.stack import own_work
 from autofit.fakegpu.walks import OF_A_TENSOR, TRAIN, VISIT
 
 

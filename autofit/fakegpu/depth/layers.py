@@ -18,9 +18,8 @@ import torch
 
 from autofit.fakegpu.clock import in_backward
 from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock, Repeat
-from autofit.fakegpu.depth.stack import Stack, fingerprint, stack_of
+from autofit.fakegpu.depth.stack import Stack, fingerprint, own_work, stack_of
 from autofit.fakegpu.memory import HostMemory, SimulatedMemory
-from autofit.fakegpu.own_work import own_work
 
 __all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Repeat", "Tag"]
 

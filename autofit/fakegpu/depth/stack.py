@@ -11,14 +11,32 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from autofit.fakegpu.own_work import own_work
 from autofit.fakegpu.specs import FakeGpuError
+
+_own_blocks = [0]  # that are open
+
+
+@contextmanager
+def own_work() -> Iterator[None]:
+    """Block in which Python that goes over modules is the simulation's own, and takes the simulated host no time."""
+    _own_blocks[0] += 1
+    try:
+        yield
+    finally:
+        _own_blocks[0] -= 1
+
+
+def is_own_work() -> bool:
+    """Whether such a block is open."""
+    return bool(_own_blocks[0])
+
 
 TRACED_UNITS = 2  # two middle units are enough to check that units repeat
 _LEAST_UNITS = TRACED_UNITS + 1

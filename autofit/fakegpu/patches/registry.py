@@ -28,10 +28,8 @@ from autofit.fakegpu.patches import (
     cuda_api,
     deepspeed,
     distributed,
-    flex,
     libraries,
     low_bit,
-    low_bit_host,
     operators,
     recurrent,
     rollout,
@@ -260,7 +258,7 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.integrations.liger": libraries.liger,
     "transformers.trainer": same_calls.transformers_training,
     "transformers.trainer_optimizer": low_bit.transformers_optimizers,
-    "transformers.integrations.flex_attention": flex.transformers_flex,
+    "transformers.integrations.flex_attention": attention.transformers_flex,
     "transformers.modeling_flash_attention_utils": attention.transformers_kernels,
     "peft.peft_model": libraries.save_pretrained,
     "peft.tuners.adamss.layer": libraries.adamss_clusters,
@@ -298,9 +296,9 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.integrations.bitsandbytes": low_bit.transformers_quantising,
     "bitsandbytes.nn.modules": low_bit.bitsandbytes_modules,
     "bitsandbytes.functional": low_bit.bitsandbytes_functional,
-    "bitsandbytes.optim.optimizer": _both(low_bit.paged_states, low_bit_host.updates),
-    "bitsandbytes.autograd._functions": low_bit_host.gradients,
-    "bitsandbytes": low_bit_host.products,
+    "bitsandbytes.optim.optimizer": _both(low_bit.paged_states, walks.updates),
+    "bitsandbytes.autograd._functions": walks.gradients,
+    "bitsandbytes": walks.products,
 }
 
 

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.layers import LayerClock
+from autofit.fakegpu.depth.stack import own_work
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import Allocation
-from autofit.fakegpu.own_work import own_work
 from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.rates.kernels import Family
 
