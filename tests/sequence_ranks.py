@@ -22,7 +22,7 @@ from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import free_port
-from autofit.trainers.hf_sequence import InChunks
+from autofit.trainers.hf_tasks import InChunks
 from autofit.trainers.sequence import SharedSequence
 
 ROWS, LENGTH = 2, 96

@@ -19,7 +19,7 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Report, Task
 from autofit.plugin.registry import trainer_for
-from autofit.trainers import hf_ebft, hf_experts, hf_losses, hf_parts, hf_training
+from autofit.trainers import hf_ebft, hf_losses, hf_parts, hf_training
 from autofit.trainers.common import random_weights, share_experts
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
@@ -601,7 +601,7 @@ def test_experts_in_host_memory_leave_the_card_to_the_rest(tmp_path: Path) -> No
         held[host] = gpu.peak_allocated_bytes
     assert held[False] - held[True] > 0.95 * experts
     with pytest.raises(ConfigError, match="host_experts needs a mixture of experts"):
-        hf_experts.to_host(build_model(Model(kind="sft")))
+        hf_parts.to_host(build_model(Model(kind="sft")))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from autofit.recipe.keys import Tier
 from autofit.space.traits import Reach
 from autofit.trainers.grpo import TRAINER
 from autofit.trainers.keys import ROLLOUTS
-from autofit.trainers.proofs.samples import END, LONGEST, sample
+from autofit.trainers.proofs.small_model import END, LONGEST, sample
 from autofit.trainers.trl_config import parse
 from autofit.tuning.record import StudyRecord, keep_record, kept_proof, record_of
 from autofit.tuning.study import load_study, note_candidate, open_storage, tell, trials_of

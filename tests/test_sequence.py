@@ -13,7 +13,7 @@ from autofit.fakegpu.ranks import fake_ranks
 from autofit.plugin.protocol import Task
 from autofit.probing.fork_server import ForkServer
 from autofit.trainers.hf import TRAINER
-from autofit.trainers.hf_sequence import InChunks
+from autofit.trainers.hf_tasks import InChunks
 from autofit.trainers.sequence import HeadByHead, Ring, SharedSequence
 
 

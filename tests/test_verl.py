@@ -19,7 +19,7 @@ from probed_anew import probed_anew
 from rank_peaks import real_peaks
 
 from autofit.api.reading import source_of
-from autofit.api.verl import Export, export_of, rows_of
+from autofit.api.verl import Export, VerlLog, export_of, read_log, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.engines.forward import Decoder
@@ -27,7 +27,6 @@ from autofit.fakegpu.engines.vllm import adapter_bytes
 from autofit.forecast.advice import cheapest_changes
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
-from autofit.frontends.verl_log import VerlLog, read_log
 from autofit.frontends.verl_settings import Settings
 from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, own_text, own_words
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import tiny
 
-from autofit.commands import warm
+from autofit import start
 from autofit.files import Scratch
 from autofit.probing import fork_server, kept_place, kept_server
 from autofit.probing.fork_server import ForkServer
@@ -391,14 +391,14 @@ def test_commands_that_need_a_terminal_or_the_cards_of_this_machine_run_without_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "gettrace", lambda: None)
-    monkeypatch.setattr(warm, "_CARDS", ("/dev/null",))
+    monkeypatch.setattr(start, "_CARDS", ("/dev/null",))
     ran = [["check", "r.yaml"], ["estimate", "--json"], ["search", "r.yaml", "--gpu", "t4"], ["doctor", "--gpu=t4"]]
     not_ran = [
         [], ["--help"], ["check", "--help"], ["search", "r.yaml"], ["doctor"], ["search", "--executor", "debug"],
         ["promote", "best"], ["doctor", "--gpu", "t4", "--calibrate"],
     ]  # fmt: skip
-    assert all(map(warm.pays, ran))
-    assert not any(map(warm.pays, not_ran))
+    assert all(map(start.pays, ran))
+    assert not any(map(start.pays, not_ran))
 
 
 class _Slow(ForkServer):

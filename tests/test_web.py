@@ -25,10 +25,9 @@ from autofit.files import TornFile
 from autofit.recipe.reach import only_below
 from autofit.recipe.source import Source
 from autofit.recipe.yaml_file import parse_yaml
-from autofit.web.allowed import allowed, allowed_launch
+from autofit.web.allowed import allowed, allowed_launch, write_config, write_training
 from autofit.web.answering import TOLD, batch_words, run
 from autofit.web.files import FILES, examples
-from autofit.web.pasted import write_config, write_training
 from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
 from autofit.web.server import Access, ArrivalQueue, Connections, Full, PageServer
 from autofit.web.simulator import Line, Simulator

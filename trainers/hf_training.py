@@ -26,12 +26,10 @@ from autofit.fakegpu.linear_loss import CUT, fuse
 from .common import on_host
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_ebft import EbftTrainer, Strides
-from .hf_experts import to_host
 from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
-from .hf_parts import Allocates, add_bottlenecks, add_layers, add_reft, freeze_all_but, other_adapter
+from .hf_parts import Allocates, add_bottlenecks, add_layers, add_reft, freeze_all_but, other_adapter, to_host
 from .hf_script import SAMPLES, WITH_REFERENCE
-from .hf_sequence import SharedTrainer
-from .hf_tasks import DiffusionTrainer, EmbeddingTrainer, RerankTrainer, with_two_words, without_words
+from .hf_tasks import DiffusionTrainer, EmbeddingTrainer, RerankTrainer, SharedTrainer, with_two_words, without_words
 from .trl_config import TrlConfig
 
 _SCORED = ("classify", "reward", "rerank")  # objectives over a model with a head for scores in place of words

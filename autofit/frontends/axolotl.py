@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import evaluation, sharing
+from autofit.frontends import sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, number, said, truth
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.keys import keys_of, take_optimizer, take_quantised
+from autofit.frontends.keys import asks_for_evaluation, keys_of, take_evaluation, take_optimizer, take_quantised
 from autofit.frontends.shipped import deepspeed
 from autofit.frontends.tools import AXOLOTL
 
@@ -103,7 +103,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     keys_of(AXOLOTL.name).take(draft)
     if _evaluates(draft):  # without the key as many as training takes (utils/config/__init__.py)
         usual = number(draft.values.get("per_device_train_batch_size")) or 1
-        evaluation.take(draft, trainer, key="eval_batch_size", usual=int(usual))
+        take_evaluation(draft, trainer, key="eval_batch_size", usual=int(usual))
     sharers, dealt = _shared_sequence(draft, objective), _dealt_experts(draft, launch)
     ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
     if ranks is not None and ranks % sharers:
@@ -113,7 +113,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
 
 def _evaluates(draft: Draft) -> bool:
     """Whether the training evaluates: it has samples for it, and a time (_configure_save_and_eval_strategy)."""
-    often = draft.says("eval_steps") or draft.says("evals_per_epoch") or evaluation.is_asked_for(draft)
+    often = draft.says("eval_steps") or draft.says("evals_per_epoch") or asks_for_evaluation(draft)
     return often and (draft.says("val_set_size") or draft.says("test_datasets"))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import evaluation, keys
+from autofit.frontends import keys
 from autofit.frontends.command import (
     UNSURE,
     Command,
@@ -122,8 +122,8 @@ def _recipe(given: dict[str, object], folder: Path, ranks: int | None, program: 
     lengths = [draft.whole(key) for key in _LENGTHS]
     tokens = next((length for length in lengths if length is not None), None)
     keys.take(draft)
-    if evaluation.is_asked_for(draft):
-        evaluation.take(draft, "hf", usual=8)
+    if keys.asks_for_evaluation(draft):
+        keys.take_evaluation(draft, "hf", usual=8)
     if unread := draft.left():
         draft.note(f"left out, as only {program} knows what they do: {', '.join(unread)}")
         draft.ignore(unread)

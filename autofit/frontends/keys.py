@@ -3,6 +3,8 @@
 LLaMA-Factory and ms-swift take the keys of transformers' TrainingArguments too. No torch here.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +14,7 @@ import yaml
 
 from autofit.errors import ConfigError, nearest
 from autofit.frontends.draft import Draft
+from autofit.recipe.keys import evaluates
 
 # The same key in our recipe: the optimizer, its schedule, precision, and what trains how long.
 SAME = (
@@ -96,3 +99,27 @@ def take_optimizer(draft: Draft, key: str, usual: str) -> None:
     if name not in OPTIMIZERS:
         raise ConfigError(f"{key}: the states of the optimizer {name} are not simulated{nearest(name, OPTIMIZERS)}")
     draft.put("optim", name, key)
+
+
+# -- evaluation within a training: how many samples at once ------------------------------------------------------------
+
+_SAMPLES = "per_device_eval_batch_size"
+
+
+def asks_for_evaluation(draft: Draft) -> bool:
+    """Whether the file has a strategy of evaluation, by transformers' key of today or of before 2024."""
+    given = draft.given
+    return evaluates({"eval_strategy": given.get("eval_strategy", given.get("evaluation_strategy"))})
+
+
+def take_evaluation(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: int) -> None:
+    """Let the recipe evaluate as many samples at once as `key` says; `usual` ones where the file has none.
+
+    A trainer that generates evaluates whole groups, which the tools make in ways of their own: a note.
+    """
+    samples = draft.whole(key, usual)
+    if trainer in ("grpo", "rloo"):
+        draft.note(f"evaluation is not simulated: {samples} completions at once ({key})")
+        return
+    draft.values["eval_strategy"] = "epoch"  # whenever it is, it takes the same
+    draft.put(_SAMPLES, samples, key)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import evaluation, keys
+from autofit.frontends import keys
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
 from autofit.frontends.shipped import launch_of
@@ -109,8 +109,8 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
 
 def _evaluation(draft: Draft) -> None:
     """transformers' default of samples at once is 8, whatever the training's are."""
-    if evaluation.is_asked_for(draft) or draft.says("do_eval"):
-        evaluation.take(draft, "hf", usual=8)
+    if keys.asks_for_evaluation(draft) or draft.says("do_eval"):
+        keys.take_evaluation(draft, "hf", usual=8)
 
 
 def _check_training(draft: Draft) -> str:

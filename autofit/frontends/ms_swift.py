@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import evaluation, sharing, swift_tasks
+from autofit.frontends import sharing, swift_tasks
 from autofit.frontends.command import (
     UNSURE,
     Command,
@@ -24,7 +24,7 @@ from autofit.frontends.command import (
 )
 from autofit.frontends.draft import Draft, Saying, number, said
 from autofit.frontends.foreign import Foreign
-from autofit.frontends.keys import QUANTISED, keys_of, take, take_quantised
+from autofit.frontends.keys import QUANTISED, keys_of, take, take_evaluation, take_quantised
 from autofit.frontends.tools import MS_SWIFT
 from autofit.recipe.keys import weight_bits
 
@@ -207,7 +207,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     take(draft)
     often = draft.given.get("eval_strategy") or draft.given.get("save_strategy")  # sft_args.py, _init_eval_strategy
     if often != "no" and (draft.says("val_dataset") or (number(draft.given.get("split_dataset_ratio")) or 0) > 0):
-        evaluation.take(draft, trainer, usual=1)
+        take_evaluation(draft, trainer, usual=1)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     strict = not draft.is_on("ignore_args_error")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)

@@ -27,9 +27,8 @@ from autofit.frontends.verl import (
     sequence_parallel,
     typos,
 )
-from autofit.frontends.verl_keys import is_in_config
 from autofit.frontends.verl_rules import critic_values, has_critic, older_micro, sharded_head
-from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R
+from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config
 from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"

@@ -24,7 +24,6 @@ from autofit.frontends import (
     ms_swift,
     trl_recipe,
     trl_script,
-    verl_keys,
     verl_recipe,
     yaml_script,
 )
@@ -34,6 +33,7 @@ from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, re
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
 from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
+from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
 from autofit.recipe.source import Source, Stated, read_source
 from autofit.recipe.yaml_file import read_yaml_mapping
 
@@ -145,7 +145,7 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     unknown: dict[str, str] = {}
     if source.foreign:
         if source.foreign["tool"] == VERL.name:
-            changes = {verl_keys.whole(key): value for key, value in changes.items()}
+            changes = {whole_key(key): value for key, value in changes.items()}
         own = [key for key in changes if not key.startswith((_ENV, _LAUNCH)) and _is_own(source, key, unknown, changes)]
     if not own:
         return Changed(source=source, changes=changes, unknown=unknown)
@@ -185,7 +185,7 @@ def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int
         is_verls = tool_of(read_yaml_mapping(path, what="file")) is VERL
         edited = script_text(path)
         for key, value in changes.items():
-            edited = _in_yaml(edited, verl_keys.whole(key) if is_verls else key, value)
+            edited = _in_yaml(edited, whole_key(key) if is_verls else key, value)
     return _with_known(changes, explain(path, text=edited, ranks=ranks))
 
 
@@ -200,7 +200,7 @@ def _with_known(changes: Mapping[str, object], found: Explanation) -> Explanatio
 def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
     """`text` of the script `path` with `key` of the first training that it starts set to `value`."""
     if starts_verl(text):
-        return _in_verls_script(text, verl_keys.whole(key), value)
+        return _in_verls_script(text, whole_key(key), value)
     if yaml_script.starts(text):
         found = yaml_script.training(text, folder=path.resolve().parent)
         if found.tool is LLAMA_FACTORY and found.config is not None:
@@ -213,9 +213,9 @@ def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[
     """Whether the tool of the file knows `key`; what it says of one that it does not stands in `unknown`."""
     path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
     if source.foreign["tool"] == VERL.name:
-        if not verl_keys.is_part(key):
+        if not is_below_a_part(key):
             return False
-        if said := verl_keys.unknown(key):
+        if said := unknown_key(key):
             raise ConfigError(f"{source.what}, read as a file of {VERL.name}: {said}")
         return True
     try:

@@ -1,19 +1,23 @@
 """The settings that a recipe of a stranger may have: names and numbers on which memory and time depend.
 
 A setting that is not in the list never reaches a trainer. None of those in it can name code, a file or an address:
-texts are single words without a slash, and models are those of the catalogue. The list is in settings.yaml.
+texts are single words without a slash, and models are those of the catalogue. The list is in settings.yaml. What was
+pasted becomes files: of a training, which the commands' own readers then read, and of a model's config.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from autofit.errors import ConfigError, printable, quoted
+from autofit.frontends.reading import is_script
 from autofit.recipe.catalogue import architecture, names
 from autofit.recipe.keys import OTHER_MODELS
 from autofit.recipe.launch import LAUNCH
@@ -234,3 +238,51 @@ def _list(key: str, value: object) -> object:
     if len(many) > _MOST_LIST:
         raise ConfigError(f"{key} must have at most {_MOST_LIST} names here; got {len(many)}")
     return value
+
+
+# -- what was pasted, as files ----------------------------------------------------------------------------------------
+
+
+SUFFIXES = (".sh", ".yaml")  # of the file of a training
+# Keys that name code, files or other models.
+_DROPPED = ("auto_map", "_name_or_path", "_commit_hash", "custom_pipelines", "quantization_config", "name_or_path")
+_UNQUANTISED = (
+    "quantization_config of config.json is left out: weights count in the recipe's dtype; load_in_4bit: true in the "
+    "recipe holds them in 4 bits"
+)
+
+
+def write_training(text: str, folder: Path) -> Path:
+    """The file in `folder` with the `text` of a training: a recipe, or a script that starts one."""
+    if not text.strip():
+        raise ConfigError("paste a recipe (YAML) or the command of a training first, or choose a model")
+    if _is_config(text):
+        raise ConfigError("this is the config.json of a model: paste it under More, and here a recipe of the training")
+    path = folder / f"training{SUFFIXES[0 if is_script(text) else 1]}"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def _is_config(text: str) -> bool:
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def write_config(text: str, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """(folder with the config.json in `text`, notes of what was left out). Raises ConfigError for what is no config."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"config.json is not valid JSON: {printable(str(error), 100)}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ConfigError("config.json must be a JSON object with a model_type, as models on the hub have one")
+    kept = {key: value for key, value in content.items() if key not in _DROPPED and not key.startswith("_")}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    quantised = "quantization_config" in content
+    return str(folder), (_UNQUANTISED,) if quantised else ()

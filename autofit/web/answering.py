@@ -43,8 +43,7 @@ from autofit.recipe.recipe import Recipe, merge
 from autofit.recipe.source import Source
 from autofit.space.knob import stated_by
 from autofit.space.traits import describe_changes, reason_for, samples_word
-from autofit.web.allowed import Allowed, allowed, allowed_launch
-from autofit.web.pasted import SUFFIXES, write_config, write_training
+from autofit.web.allowed import SUFFIXES, Allowed, allowed, allowed_launch, write_config, write_training
 from autofit.web.question import Question
 from autofit.web.simulator import Shared
 

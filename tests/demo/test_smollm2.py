@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from autofit.demo import DemoError, prepare_smollm2, smollm2
-from autofit.demo.tasks import recipe_text, smollm2_recipe
+from autofit.demo.smollm2 import recipe_text, smollm2_recipe
 
 GGUF_BYTES = b"GGUF" + bytes(1000)
 

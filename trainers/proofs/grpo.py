@@ -12,8 +12,7 @@ from trl import GRPOTrainer, get_peft_config
 from trl.trainer import grpo_trainer
 
 from ..trl_config import TrlConfig
-from .samples import LONGEST, Sample, name_of, number_of, sample
-from .small_model import tokenizer
+from .small_model import LONGEST, Sample, name_of, number_of, sample, tokenizer
 
 # Prompts stay in order, so that equal optimizer steps have equal prompts. vLLM and TRL's logs do not affect gradients.
 SAME: dict[str, object] = {

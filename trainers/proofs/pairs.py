@@ -10,8 +10,7 @@ from datasets import Dataset
 from trl import get_peft_config
 
 from ..trl_config import TrlConfig
-from .samples import sample
-from .small_model import tokenizer
+from .small_model import sample, tokenizer
 
 
 def samples_per_step(config: TrlConfig) -> int:

@@ -14,8 +14,7 @@ from autofit.plugin.models import model_config
 from autofit.plugin.protocol import Run, compared_attention
 
 from ..trl_config import TrlConfig, counting
-from .samples import SAME
-from .small_model import small_model
+from .small_model import SAME, small_model
 
 
 class TrlFamily(Protocol):
