@@ -37,24 +37,10 @@ if _path.isfile(_path.join(_CLONE, "search_spaces", "knobs.yaml")) and not _path
     __path__.append(_CLONE)
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
-    "AutofitCallback": "autofit.api.callback",
-    "Executor": "autofit.cluster.executor",
-    "FitCheck": "autofit.fitcheck",
-    "advise": "autofit.api",
-    "check": "autofit.api",
-    "estimate": "autofit.api",
-    "explain": "autofit.api",
-    "fake_gpu": "autofit.fakegpu",
+    **dict.fromkeys(__all__, "autofit.api"), "AutofitCallback": "autofit.api.callback",
+    "Executor": "autofit.cluster.executor", "FitCheck": "autofit.fitcheck", "fake_gpu": "autofit.fakegpu",
     "fit_check": "autofit.fitcheck",
-    "jobs": "autofit.api",
-    "monitor": "autofit.api",
-    "promote": "autofit.api",
-    "report": "autofit.api",
-    "run": "autofit.api",
-    "search": "autofit.api",
-    "studies": "autofit.api",
-    "verify": "autofit.api",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

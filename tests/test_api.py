@@ -78,6 +78,11 @@ def test_the_names_are_listed_and_load_nothing_before_they_are_used() -> None:
         autofit.__getattr__("serach")
 
 
+@pytest.mark.parametrize("name", autofit.api.__all__)
+def test_every_name_that_the_api_lists_is_there(name: str) -> None:
+    assert getattr(autofit.api, name).__name__ == name
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_all_but_the_first_argument_go_by_keyword_and_have_types(name: str) -> None:
     function = getattr(autofit, name)

@@ -28,7 +28,7 @@ from autofit.cluster.nodes import (
 )
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.hardware.card_names import is_of_kind, kind_of
+from autofit.hardware.hardware import is_of_kind, kind_of
 from autofit.hardware.health import Look, compiling_faults, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.probing.cluster_launch import ClusterLauncher

@@ -7,8 +7,8 @@ import pytest
 from drivers import Card, Driver, compiled
 
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
-from autofit.hardware import card_names
-from autofit.hardware.card_names import card_of
+from autofit.hardware import hardware
+from autofit.hardware.hardware import card_of
 
 ALIKE = [Card(uuid=f"GPU-{i}0000000-1111-2222-3333-444444444444") for i in range(4)]
 SMALL = Card(name="Tesla T4", uuid="GPU-a0000000-1111-2222-3333-444444444444", total_mib=15360, capability=(7, 5))
@@ -178,6 +178,6 @@ def test_a_drivers_name_means_a_card_with_the_same_bytes_or_none_and_this_is_sai
 
 
 def test_every_other_name_is_one_that_the_table_of_cards_does_not_take_itself() -> None:
-    for name in card_names._SAME_CHIP:
+    for name in hardware._SAME_CHIP:
         with pytest.raises(UnknownGpuError):
             gpu_spec(name)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autofit.forecast import ending
-from autofit.forecast.ending import Ending, within
+from autofit.forecast import advice
+from autofit.forecast.advice import Ending, within
 
 
 def counted(stop: threading.Event, found: list[int]) -> list[int]:
@@ -36,7 +36,7 @@ def test_ctrl_c_cancels_and_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return wait(*args, **kwargs)
 
-    monkeypatch.setattr(ending, "wait", interrupted)
+    monkeypatch.setattr(advice, "wait", interrupted)
 
     def cancel(ending: Ending) -> None:
         told.append(ending)

@@ -30,8 +30,7 @@ from autofit.fakegpu.specs import _spec
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.faster import _others
 from autofit.forecast.levers import Levers
-from autofit.hardware.card_names import card_of
-from autofit.hardware.hardware import choose_device_and_target
+from autofit.hardware.hardware import card_of, choose_device_and_target
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import is_alive, place_in_slurm, start_job
 from autofit.probing.result import ProbeStatus

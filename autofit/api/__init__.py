@@ -28,11 +28,11 @@ _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search
     "Job": "job_list", "Jobs": "job_list", "jobs": "job_list",
     "Explained": "explaining", "explain": "explaining",
     "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
-    "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "trials",
+    "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "events",
     "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",
     "check": "checking", "estimate": "estimating", "promote": "promoting", "report": "searching",
-    "search": "searching", "verify": "promoting", "PipelineResult": "pipeline_results",
-    "StageResult": "pipeline_results", "run": "pipeline",
+    "search": "searching", "verify": "promoting", "PipelineResult": "pipeline",
+    "StageResult": "pipeline", "run": "pipeline",
 }  # fmt: skip
 
 

@@ -12,11 +12,10 @@ from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, estimator, 
 from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
-from autofit.forecast.advice import Advice
+from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
-from autofit.forecast.ending import Ending
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.forecast.typical import Typical
 from autofit.hardware.hardware import Device

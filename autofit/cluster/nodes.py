@@ -19,8 +19,7 @@ from autofit.cluster.slurm import partition_limits_s
 from autofit.errors import ConfigError, EnvironmentFault, one_line, option
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.files import is_full, private_folder, read_json, write_json
-from autofit.hardware.card_names import is_of_kind, kind_of
-from autofit.hardware.hardware import slices_fault
+from autofit.hardware.hardware import is_of_kind, kind_of, slices_fault
 from autofit.hardware.health import Look, compiling_faults, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.recipe.findings import Finding, Severity

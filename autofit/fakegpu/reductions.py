@@ -169,7 +169,6 @@ _ALIGNED, _EXTRA = 256, 255  # each part of a buffer; and what CUB asks for besi
 _DIGITS, _DIGIT_BITS = 256, 8
 _SINGLE_TILE = 2304  # elements: 256 threads, 9 each, where a key or a value has 8 bytes
 _SORT_TILES = {1: 3456, 2: 5632, 4: 5376, 8: 4608}  # elements, by the bytes of a key, with values of 8 bytes
-_KEYS_TILE = 5760  # of keys of 8 bytes alone
 _SCAN_TILES = {2: 3840, 4: 1920, 8: 896}  # by the bytes of a sum
 _SELECT_TILE = 4224
 _STATES_BESIDE = 32  # tiles before the first, which the others look back at
@@ -183,11 +182,6 @@ def sort_pairs_bytes(count: int, *, key_bytes: int, key_bits: int | None = None)
     passes = -(-(key_bits or 8 * key_bytes) // _DIGIT_BITS)
     copies = [count * key_bytes, count * 8] if passes > 1 else []
     return _onesweep_bytes(count, passes, _SORT_TILES[key_bytes], copies)
-
-
-def sort_segment_numbers_bytes(count: int) -> int:
-    """Of a radix sort of `count` pairs of a segment's number, below 128, and an index, as keys of 8 bytes."""
-    return 1 if count <= _SINGLE_TILE else _onesweep_bytes(count, 1, _KEYS_TILE, [])
 
 
 def sort_segments_bytes(count: int, *, key_bytes: int) -> int:

@@ -10,15 +10,16 @@ are offered even where a setting of a higher tier suffices.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import combinations
+from typing import TypeVar
 
 from autofit.errors import Cancelled, ConfigError
 from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
-from autofit.forecast.ending import Ending
 from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD
@@ -27,9 +28,35 @@ from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import QUANTIZATION, Value
 
+T = TypeVar("T")
 WANTED = 3
 MOST_TOGETHER = 3  # most settings changed at once, except where only all of them suffice
 MOST_PROBES = 6  # once something fits; without anything that fits, twice as many
+
+
+class Ending(StrEnum):
+    """What ended a piece of work before it was done."""
+
+    TIME = "time"
+    INTERRUPT = "interrupt"
+
+
+def within(limit_s: float, work: Callable[[], T], *, cancel: Callable[[Ending], None]) -> tuple[T, Ending | None]:
+    """What `work` returns, and what ended it: `cancel` is called after `limit_s` seconds or at Ctrl-C.
+
+    `work` runs in a thread of its own, and must return soon after `cancel`, with what it has.
+    """
+    ending: Ending | None = None
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(work)
+        try:
+            if not wait([made], timeout=limit_s).done:
+                ending = Ending.TIME
+        except KeyboardInterrupt:
+            ending = Ending.INTERRUPT
+        if ending is not None:
+            cancel(ending)
+        return made.result(), ending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from autofit.forecast.advice import Advice
+from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.change import Change, OtherCard
-from autofit.forecast.ending import Ending
 from autofit.forecast.margin import is_tight
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus

@@ -11,8 +11,7 @@ from pathlib import Path
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
-from autofit.hardware.card_names import card_of
-from autofit.hardware.hardware import Device, choose_device, gpus, slices_fault
+from autofit.hardware.hardware import Device, card_of, choose_device, gpus, slices_fault
 from autofit.hardware.nvml import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch

@@ -71,7 +71,7 @@ def main(request_path: str) -> int:
     into_environment(values)
     rank = None if launch.is_alone else int(os.environ[RANK])
     try:
-        with _mirrored(request, folder, rank), _as_rank(launch, rank, str(request["device"])):
+        with _mirrored(folder, rank), _as_rank(launch, rank, str(request["device"])):
             _train({**request, "values": values}, folder, output, rank)
     except SystemExit as error:
         traceback.print_exc()
@@ -191,9 +191,9 @@ def _errors_told(
 
 
 @contextmanager
-def _mirrored(request: dict[str, Any], folder: Path, rank: int | None) -> Iterator[None]:
+def _mirrored(folder: Path, rank: int | None) -> Iterator[None]:
     """Context with a mirror to MLflow, of the process that records the run."""
-    mirror = None if rank or not mlflow_follows() else start_mirror(request, folder)
+    mirror = None if rank or not mlflow_follows() else start_mirror(folder)
     try:
         yield
     finally:
@@ -224,7 +224,7 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
     }
 
 
-def start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes] | None":
+def start_mirror(folder: Path) -> "subprocess.Popen[bytes] | None":
     """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end.
 
     None where it cannot be started: the training needs no MLflow.
@@ -240,12 +240,12 @@ def start_mirror(request: dict[str, Any], folder: Path) -> "subprocess.Popen[byt
         return None
 
 
-def stop_mirror(mirror: "subprocess.Popen[bytes] | None", *, wait_s: float = 30.0) -> None:
+def stop_mirror(mirror: "subprocess.Popen[bytes] | None") -> None:
     if mirror is None or mirror.stdin is None:
         return
     mirror.stdin.close()
     try:
-        mirror.wait(timeout=wait_s)
+        mirror.wait(timeout=30.0)
     except subprocess.TimeoutExpired:
         mirror.kill()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, cast
 
-from autofit.hardware.card_names import card_of
+from autofit.hardware.hardware import card_of
 from autofit.probing.result import Fidelity, ProbeResult
 from autofit.tuning.comparison import NOISE_FRAC
 from autofit.units import format_bytes, format_seconds

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
-from autofit.hardware.card_names import card_of
+from autofit.hardware.hardware import card_of
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import why_none
 from autofit.probing.cuda_start import cuda_start, start_problem
