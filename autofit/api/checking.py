@@ -8,38 +8,25 @@ from typing import Literal
 from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds_or_none
-from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, estimator, tell_left_out
+from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, Predicted, estimator, tell_left_out
 from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import Given
-from autofit.api.tables import Shown
-from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.crash import Crash, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
-from autofit.forecast.typical import Typical
-from autofit.hardware.hardware import Device
-from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.as_of import Then
+from autofit.probing.result import ProbeStatus
 from autofit.recipe.launching import launch_options
-from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Check(Shown):
+class Check(Predicted):
     """Whether a config runs on a card. `str` of it is the verdict in one line, and a line each of what mends it."""
 
-    recipe: Recipe
-    device: Device  # sim: and the card
-    capacity_bytes: int  # what may be used of it
-    result: ProbeResult  # of the simulation
     crash: Crash | None = None  # where it runs out of memory; None where it fits
-    advice: Advice | None = None  # changes that make it fit with room to spare; None where none was looked for
-    then: Then | None = None  # what older libraries did with it; None where none were named
-    typical: Typical | None = None  # the steps as they are drawn; None where it fits, or the lengths are not known
 
     @property
     def mend(self) -> Change | None:
@@ -47,21 +34,11 @@ class Check(Shown):
         return next(iter(() if self.advice is None else self.advice.changes), None)
 
     @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search for changes: what was found before is here."""
-        return self.advice is not None and self.advice.ending is Ending.INTERRUPT
-
-    @property
     def verdict(self) -> Verdict:
         """`tight`: it fits as predicted, with less to spare than the prediction may be off."""
         if self.result.status is not ProbeStatus.FIT:
             return "does not fit"
         return "tight" if is_tight(self.result, self.capacity_bytes) else "fits"
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits as predicted; `tight` says that the prediction's error may exceed what is to spare."""
-        return self.result.status is ProbeStatus.FIT
 
     @property
     def tight(self) -> bool:

@@ -49,14 +49,14 @@ GivenLengths = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Estimate(Shown):
-    """What a simulated card says of one config. `str` of it is a table of phases by category and what dominates."""
+class Predicted(Shown):
+    """One config on a simulated card."""
 
     recipe: Recipe
     device: Device  # sim: and the card
     capacity_bytes: int  # what may be used of it
     result: ProbeResult  # every figure of the simulated probe
-    advice: Advice | None = None  # what would make it fit, or faster; None where it was not asked for
+    advice: Advice | None = None  # what would make it fit, or faster; None where none was looked for
     then: Then | None = None  # what older libraries did with it; None where none were named
     typical: Typical | None = None  # the steps as they are drawn from the lengths; None where these are not known
 
@@ -64,6 +64,17 @@ class Estimate(Shown):
     def fits(self) -> bool:
         """Whether a step, a save and a resume stay within the capacity."""
         return self.result.status is ProbeStatus.FIT
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search for advice: what was found before is here."""
+        return self.advice is not None and self.advice.ending is Ending.INTERRUPT
+
+
+class Estimate(Predicted):
+    """What a simulated card says of one config. `str` of it is a table of phases by category and what dominates."""
+
+    __slots__ = ()
 
     @property
     def tight(self) -> bool:
@@ -113,11 +124,6 @@ class Estimate(Shown):
     def of_typical(self) -> list[str]:
         """The lines of the typical step and of the whole run; [] where the lengths are not known."""
         return [] if self.typical is None else self.typical.lines
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search for advice: what was found before is here."""
-        return self.advice is not None and self.advice.ending is Ending.INTERRUPT
 
     @property
     def advised(self) -> list[str]:

@@ -27,7 +27,7 @@ from autofit.fakegpu.tracer import Tracer
 Mode = Literal["cuda", "cpu"]
 
 
-def _world_size() -> int:
+def world_size() -> int:
     """The number of ranks of this job, one a card."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
@@ -59,7 +59,7 @@ class FakeGpu:
         self.plays_micro_batches = False  # of a rollout, where one is like another before it; nobody reads its metrics
         self.attention_kernels: dict[str, int] = {}
         self.occupied_bytes = occupied_bytes
-        self._world = nccl_bytes(spec, _world_size())  # of the group of all ranks, which is there from the start
+        self._world = nccl_bytes(spec, world_size())  # of the group of all ranks, which is there from the start
         room = spec.allocatable_bytes - occupied_bytes - self._world
         self.allocatable_bytes = room if enforce_capacity else UNLIMITED
         allocator = CachingAllocator(capacity_bytes=self.allocatable_bytes, settings=self.settings)
@@ -74,7 +74,7 @@ class FakeGpu:
         if unmeasured := stand_in(spec):
             self.note(unmeasured)
         if self._world:
-            self.note(nccl_note(spec, _world_size()))
+            self.note(nccl_note(spec, world_size()))
         workspace = blas_workspace_bytes(spec.compute_capability)
         self.tracer = Tracer(self.memory, self.clock, blas_workspace_bytes=workspace, note=self.note)
         self.tracer.layers = self.layers

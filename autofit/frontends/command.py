@@ -85,6 +85,11 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
         yield Command(tuple(rest[1:] if rest[0] == "env" else rest), variables, not branches.certain, start, end)
 
 
+def starts(started: Iterator[object]) -> bool:
+    """Whether a script starts a training, of those that a front end finds in it."""
+    return next(started, None) is not None
+
+
 def _with_lost_backslashes(text: str) -> str:
     """`text`, as long, with a space for a newline before `--name`, which begins no command: a log's copy lost the \\.
 

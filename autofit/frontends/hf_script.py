@@ -39,20 +39,9 @@ _QLORA = ("q_lora", "use_qlora", "qlora", "load_in_4bit")
 _RANK = 8  # PEFT's default
 
 
-def starts(text: str) -> bool:
-    """Whether a script starts a Python file with transformers' arguments."""
-    return next(_started(text), None) is not None
-
-
-def span(text: str) -> tuple[int, int]:
-    """(start, end) of the text of the first training that a script starts."""
-    command = next(_started(text))[0]
-    return command.start, command.end
-
-
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     """The recipe of the first training that a script in `folder` starts. Raises ConfigError."""
-    found = list(_started(text))
+    found = list(started(text))
     command, place = found[0]
     program = command.words[place]
     if _OTHER_TASK.search(Path(program).name):
@@ -74,7 +63,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
     """How the training is started, what stands for it, and the effective batch by transformers' defaults."""
-    command, place = next(_started(text))
+    command, place = next(started(text))
     found = of_script(text, folder=folder, ranks=ranks)
     first = (
         Line("tool", f"{command.words[place]}, with {TOOL}' arguments"),
@@ -83,7 +72,7 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
     return Explanation(tool=TOOL, lines=(*first, *lines(found)), notes=found.notes)
 
 
-def _started(text: str) -> Iterator[tuple[Command, int]]:
+def started(text: str) -> Iterator[tuple[Command, int]]:
     """(a command that trains, the place of the Python file or module in it)."""
     for command in commands(text):
         words = command.words

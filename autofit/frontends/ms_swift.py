@@ -69,6 +69,7 @@ _ZERO: Mapping[str, Mapping[str, object]] = {  # swift/config: what its names me
         "zero3_offload": {"stage": 3, "offload_optimizer": _ON_HOST, "offload_param": _ON_HOST, **_AUTO},
     }.items()
 }  # fmt: skip
+NOT_STARTED = "no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train"
 _FSDP2 = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
           "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT",
           "activation_checkpointing": True}  # fmt: skip
@@ -86,18 +87,13 @@ class Training:
     notes: tuple[str, ...] = ()
 
 
-def starts(text: str) -> bool:
-    """Whether a script starts a training with ms-swift."""
-    return any(True for command in commands(text) for _ in _started(command))
-
-
 def training(text: str, *, folder: Path) -> Training:
     """The first training that a script starts. Raises ConfigError where it starts none."""
-    found = [(command, kind, words) for command in commands(text) for kind, words in _started(command)]
+    found = list(started(text))
     if not found and any(command.words[:1] == ("megatron",) for command in commands(text)):
         raise ConfigError("`megatron sft` and `megatron rlhf` train with Megatron, which is not simulated")
     if not found:
-        raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")
+        raise ConfigError(NOT_STARTED)
     command, kind, words = found[0]
     values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
     environment |= _env(values)
@@ -118,17 +114,20 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     return replace(foreign, notes=(*foreign.notes, *found.notes))
 
 
-def _started(command: Command) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(sft, pt or rlhf; its arguments) of a command that trains with ms-swift."""
-    words = command.words
-    if len(words) > 1 and words[0] == "swift" and words[1] in _TRAINS:
-        yield words[1], words[2:]
-        return
-    for place, word in enumerate(words):
-        for kind in _TRAINS:
-            if word.endswith((f"swift/cli/{kind}.py", f"swift.cli.{kind}")):
-                yield kind, words[place + 1 :]
-                return
+def started(text: str) -> Iterator[tuple[Command, str, tuple[str, ...]]]:
+    """(a command that trains with ms-swift; sft, pt or rlhf; its arguments) of a script."""
+    for command in commands(text):
+        words = command.words
+        if len(words) > 1 and words[0] == "swift" and words[1] in _TRAINS:
+            yield command, words[1], words[2:]
+            continue
+        for place, word in enumerate(words):
+            kind = next(
+                (kind for kind in _TRAINS if word.endswith((f"swift/cli/{kind}.py", f"swift.cli.{kind}"))), None
+            )
+            if kind is not None:
+                yield command, kind, words[place + 1 :]
+                break
 
 
 def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str, object]) -> int | None:
@@ -590,11 +589,3 @@ def _sharding(launch: Mapping[str, object], value: str) -> dict[str, object] | N
     if value == "fsdp2" and not launch:
         return {"fsdp": "fsdp2"}
     return {"deepspeed": value} if value in _ZERO and not launch.get("fsdp_config") else None
-
-
-def span(text: str) -> tuple[int, int]:
-    """(start, end) of the text of the first training that a script starts. Raises ConfigError where it starts none."""
-    for command in commands(text):
-        if any(True for _ in _started(command)):
-            return command.start, command.end
-    raise ConfigError("no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train")

@@ -20,7 +20,7 @@ from autofit.frontends import (
     verl_rules,
     yaml_script,
 )
-from autofit.frontends.command import script_text
+from autofit.frontends.command import script_text, starts
 from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, Line, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
@@ -62,8 +62,8 @@ def is_script(text: str) -> bool:
 
 
 def _starts(text: str) -> bool:
-    readers = (verl.starts_verl, trl_script.starts_trl, yaml_script.starts, hf_script.starts, ms_swift.starts)
-    return any(starts(text) for starts in readers)
+    readers = (trl_script, yaml_script, hf_script, ms_swift)
+    return verl.starts_verl(text) or any(starts(reader.started(text)) for reader in readers)
 
 
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
@@ -72,12 +72,12 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
     if verl.starts_verl(text):
         return _named(VERL.name, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     folder = path.resolve().parent
-    if trl_script.starts_trl(text):
+    if starts(trl_script.started(text)):
         return _named(trl_script.TOOL, path, lambda: trl_script.of_script(text, folder=folder, ranks=ranks))
-    if yaml_script.starts(text):
+    if starts(yaml_script.started(text)):
         started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
         return _of_training(started, path, ranks)
-    if hf_script.starts(text):
+    if starts(hf_script.started(text)):
         return _named("a Trainer of its own", path, lambda: hf_script.of_script(text, folder=folder, ranks=ranks))
     _check_starts(text, path)
     return _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks))
@@ -85,7 +85,7 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
 
 def _check_starts(text: str, path: Path) -> None:
     """Raise ConfigError for a script that starts no training of ms-swift, the last one whose training is looked for."""
-    if "megatron" not in text and not ms_swift.starts(text):
+    if "megatron" not in text and not starts(ms_swift.started(text)):
         raise ConfigError(
             f"no training is started in {path}: it must call `llamafactory-cli train`, `axolotl train`, `swift sft`, "
             "`trl sft` or their like, `python -m verl.trainer.main_ppo`, or a Python file with --model_name_or_path"
@@ -201,14 +201,14 @@ def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explan
     """What the training says that the script `path` with this `text` starts. Raises ConfigError."""
     if not verl.starts_verl(text):
         folder = path.resolve().parent
-        if trl_script.starts_trl(text):
+        if starts(trl_script.started(text)):
             return trl_script.explain(text, folder=folder, ranks=ranks)
-        if yaml_script.starts(text):
+        if starts(yaml_script.started(text)):
             started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
             count = started.ranks if ranks is None else ranks
             said = tools.explain(started.tool, started.values, ranks=count)
             return _with_recipe(said, lambda: _of_training(started, path, ranks))
-        if hf_script.starts(text):
+        if starts(hf_script.started(text)):
             return _named("a Trainer of its own", path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
         _check_starts(text, path)
         training = _named(MS_SWIFT.name, path, lambda: ms_swift.training(text, folder=folder))

@@ -63,20 +63,9 @@ class Training:
     keys: Mapping[str, str]  # {key of the recipe: the config's own name of it}, where those differ
 
 
-def starts_trl(text: str) -> bool:
-    """Whether a script starts a training with TRL's arguments."""
-    return next(_started(text), None) is not None
-
-
-def span(text: str) -> tuple[int, int]:
-    """(start, end) of the text of the first training that a script starts."""
-    command = next(_started(text))[0]
-    return command.start, command.end
-
-
 def training(text: str, *, folder: Path) -> Training:
     """The first training that a script starts. Raises ConfigError."""
-    found = list(_started(text))
+    found = list(started(text))
     if not found:
         raise ConfigError("no `trl sft` and no script sft.py, dpo.py, grpo.py, reward.py or rloo.py is started in it")
     command, kind, place = found[0]
@@ -149,7 +138,7 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
     return Explanation(tool=TOOL, lines=lines, notes=(*found.notes, *read.notes))
 
 
-def _started(text: str) -> Iterator[tuple[Command, str, int]]:
+def started(text: str) -> Iterator[tuple[Command, str, int]]:
     """(a command that trains, what it trains with, the place of the word that says so)."""
     for command in commands(text):
         words = command.words

@@ -27,7 +27,7 @@ from autofit.frontends import (
     verl_recipe,
     yaml_script,
 )
-from autofit.frontends.command import script_text
+from autofit.frontends.command import script_text, starts
 from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, summary
 from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
@@ -201,10 +201,10 @@ def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
     """`text` of the script `path` with `key` of the first training that it starts set to `value`."""
     if starts_verl(text):
         return _in_verls_script(text, whole_key(key), value)
-    if yaml_script.starts(text):
+    if starts(yaml_script.started(text)):
         found = yaml_script.training(text, folder=path.resolve().parent)
         if found.tool is LLAMA_FACTORY and found.config is not None:
-            _, end = yaml_script.span(text)
+            end = next(yaml_script.started(text))[0].end
             return f"{text[:end].rstrip()} {override(key, value)}{text[end:]}"  # of several, the last counts
     return _in_script(text, key, value)
 
@@ -432,15 +432,13 @@ def _flow(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
-_SPANS = (
-    (trl_script.starts_trl, trl_script.span), (yaml_script.starts, yaml_script.span),
-    (hf_script.starts, hf_script.span),
-)  # fmt: skip
-
-
 def _in_script(text: str, key: str, value: object) -> str:
     """`text` with `--key` of the first training that it starts set to `value`, None: without it; all else stays."""
-    start, end = next((span(text) for starts, span in _SPANS if starts(text)), None) or ms_swift.span(text)
+    readers = (trl_script, yaml_script, hf_script, ms_swift)
+    command = next((found[0] for reader in readers for found in reader.started(text)), None)
+    if command is None:
+        raise ConfigError(ms_swift.NOT_STARTED)
+    start, end = command.start, command.end
     words = value if isinstance(value, list) else [value]
     shown = " ".join(_shell(word) for word in words)
     given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-){_WORD})*")

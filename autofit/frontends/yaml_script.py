@@ -51,20 +51,9 @@ class Training:
     notes: tuple[str, ...] = ()
 
 
-def starts(text: str) -> bool:
-    """Whether a script starts a training with LLaMA-Factory or Axolotl."""
-    return next(_started(text), None) is not None
-
-
-def span(text: str) -> tuple[int, int]:
-    """(start, end) of the text of the first training that a script starts."""
-    command = next(_started(text))[0]
-    return command.start, command.end
-
-
 def training(text: str, *, folder: Path) -> Training:
     """The first training that a script in `folder` starts. Raises ConfigError."""
-    found = list(_started(text))
+    found = list(started(text))
     command, tool, place = found[0]
     words = command.words[place + 1 :]
     config = near(certain("the config", words[0]), folder) if words and words[0].endswith(_YAML) else None
@@ -87,7 +76,7 @@ def training(text: str, *, folder: Path) -> Training:
     return Training(tool=tool, values={**given, **over}, ranks=ranks, config=config, laid_over=over, notes=notes)
 
 
-def _started(text: str) -> Iterator[tuple[Command, Tool, int]]:
+def started(text: str) -> Iterator[tuple[Command, Tool, int]]:
     """(a command that trains, the tool, the place of the last word before its arguments)."""
     for command in commands(text):
         words = command.words

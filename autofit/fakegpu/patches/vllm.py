@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.card import FakeGpu, world_size
 from autofit.fakegpu.depth.layers import Delay, LayerClock
 from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.forward import Decoder
@@ -191,7 +191,7 @@ class FakeEngine:
         for name, tensor in weights:
             nbytes = 2 * tensor.numel() * tensor.element_size()
             seconds = max(nbytes / bandwidth, self._gpu.clock.costs.launch_s)
-            if self.law.remote and _ranks() > 1:  # NCCL sends it from this card to the server's
+            if self.law.remote and world_size() > 1:  # NCCL sends it from this card to the server's
                 seconds += self._gpu.clock.collectives.seconds("broadcast", nbytes / 2, 2)
             seconds *= repeats(name, self._standing)
             self.law = replace(self.law, sync_s=self.law.sync_s + seconds)
@@ -316,14 +316,9 @@ def _law(
         weights_bytes=nbytes // tensor_parallel_size, utilization=gpu_memory_utilization,
         longest=int(max_model_len or getattr(config, "max_position_embeddings", None) or _LONGEST),
         most_sequences=max_num_seqs or 256, ranks=tensor_parallel_size, batched_tokens=batched_tokens,
-        sleeps=enable_sleep_mode, remote=remote, served=_ranks() if remote else 1,
+        sleeps=enable_sleep_mode, remote=remote, served=world_size() if remote else 1,
         copies=server_cards.get() if remote else 1,
     )  # fmt: skip
-
-
-def _ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
