@@ -15,6 +15,7 @@ import command_line
 import durations
 import pytest
 import tiny
+from drivers import Driver, compiled
 from null_gpu.build import NullGpu, build
 from null_gpu.build import missing as no_null_gpu
 from slurm_cluster import Cluster, cluster, missing
@@ -168,6 +169,26 @@ def warm(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session's fork server answers the calls of commands that run in this process: they start none."""
     assert fork_server.is_ready()
     monkeypatch.setattr(kept_server, "_here", fork_server.socket_path)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the fake driver's libraries."""
+    return compiled(tmp_path_factory.mktemp("libraries"))
+
+
+@pytest.fixture(scope="module")
+def driver(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """A fake driver whose cards the tests of a file share."""
+    return Driver(libraries=libraries, cards=tmp_path_factory.mktemp("driver") / "cards")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of two layers and 4,003 words, so that the logits are what decides."""
+    from fakegpu.tiny_trainers import saved_model
+
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ class Cluster:
         self.run("scancel", "--user=root")
         for node in self.nodes:
             pid = self.folder / f"run/slurmd-{node}.pid"
-            if not pid.exists() or not _lives(int(pid.read_text())):
+            if not pid.exists() or not lives(int(pid.read_text())):
                 self.start_node(node)
             with suppress(AssertionError):  # it is neither drained nor down
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
@@ -246,7 +246,7 @@ def _processes(made: Cluster) -> list[psutil.Process]:
     return [process for process in set(found) if _runs(process)]
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
     """Whether there is such a process that is not a zombie, which some machines' first process leaves for long."""
     with suppress(psutil.NoSuchProcess):
         return _runs(psutil.Process(pid))

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drivers import compiled
 from gpu import bisect, children, compare, configs, measure, predict
 from gpu.allowance import Allowance
 from gpu.folder import Folder, Row, append, by_name, rows
@@ -219,10 +218,9 @@ def test_measure_bisect_predict_and_compare_run_one_after_the_other(
 
 
 def test_a_configuration_is_measured_on_the_cuda_device_and_its_least_capacity_found(
-    campaign: Folder, fork_server: ForkServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
+    campaign: Folder, fork_server: ForkServer, libraries: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    libraries = compiled(tmp_path_factory.mktemp("driver"))
     config = configs.chosen(tiny=True, only=("s1",))[0]
     tried: list[Row] = []
 

@@ -12,7 +12,7 @@ import lawful
 import pytest
 import search_driver
 import tiny
-from drivers import Card, Driver, compiled
+from drivers import Card, Driver
 
 from autofit.api.planning import Planned, Request, make_plan
 from autofit.cluster.executor import Executor, executor_of
@@ -41,11 +41,6 @@ if TYPE_CHECKING:
 
 H200 = "NVIDIA H200, 140 GiB"
 OTHER = Card(name="NVIDIA A100-SXM4-80GB", uuid="GPU-2", total_mib=81920, capability=(8, 0))
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture

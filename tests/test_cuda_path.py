@@ -15,7 +15,7 @@ import trl.generation.vllm_generation as vllm_generation
 import yaml
 from accelerate import DistributedType
 from datasets import Dataset
-from drivers import Card, Driver, compiled
+from drivers import Card, Driver
 from transformers import AutoConfig, LlamaForCausalLM, modeling_utils
 
 from autofit.errors import ConfigError, EnvironmentFault
@@ -33,11 +33,6 @@ from autofit.trainers import grpo
 from autofit.trainers.common import random_checkpoint, random_model
 
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("driver"))
 
 
 def in_child(server: ForkServer, entry: str, folder: Path, libraries: Path) -> Any:

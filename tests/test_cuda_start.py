@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drivers import Card, Driver, compiled
+from drivers import Card, Driver
 
 from autofit.cli import main
 from autofit.commands.common import DONE
@@ -25,11 +25,6 @@ from autofit.probing.supervise import ProcessEnding
 
 H100 = Gpu(name="NVIDIA H100", uuid="GPU-1", capacity_bytes=80 << 30)
 OF_TORCH = CudaStart(torch="2.13.0+cu130", cuda="13.0", error="CUDA error: initialization error")
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture

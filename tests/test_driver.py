@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from drivers import Card, Driver, compiled
+from drivers import Card, Driver
 
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec
 from autofit.hardware import hardware
@@ -20,12 +20,6 @@ SLICES = [
 ]  # fmt: skip
 BROKEN = {kind: Card(kind=kind, uuid=f"GPU-{kind}") for kind in ("lost", "forbidden", "dying")}
 SEEN = "[gpu.uuid for gpu in hardware.gpus()]"
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    folder = tmp_path_factory.mktemp("driver")
-    return Driver(libraries=compiled(folder), cards=folder / "cards")
 
 
 def test_without_a_driver_there_is_no_card(driver: Driver) -> None:

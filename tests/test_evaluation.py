@@ -13,7 +13,8 @@ import recipes
 import torch
 import yaml
 from at_once import probed
-from fakegpu.tiny_trainers import profiler_peak_bytes, saved_model
+from fakegpu.tiny_trainers import profiler_peak_bytes
+from matrix import marked
 from probed_anew import probed_anew
 from rank_peaks import real_peaks
 from trl.trainer import dpo_trainer, sft_trainer
@@ -67,11 +68,6 @@ RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evalua
 DEFAULT = ("sft, LoRA, checkpointing", "reward", "grpo", "hf, LoRA in bfloat16")
 # of which another case has the objective, and one the trainer's loop
 THOROUGH = ("sft", "hf", "hf dpo", "dpo, LoRA", "rloo")
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 class Evaluates(Report):
@@ -146,11 +142,7 @@ def peaks_of_fakes(trainer: str, values: Mapping[str, object], folder: Path, dev
     return report.before_bytes, gpu.peak_requested_bytes
 
 
-def _marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    return () if name in DEFAULT else (pytest.mark.thorough if name in THOROUGH else pytest.mark.slow,)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks_of(name)) for name in CASES])
+@pytest.mark.parametrize("name", marked(CASES, default=DEFAULT, thorough=THOROUGH))
 def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     trainer, changes = CASES[name]

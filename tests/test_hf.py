@@ -11,7 +11,8 @@ import torch
 import yaml
 from datasets import Dataset
 from fakegpu.tiny_trainers import Case as Model
-from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, saved_model, tokenizer
+from fakegpu.tiny_trainers import build_model, profiler_peak_bytes, tokenizer
+from matrix import marked
 from peft import LoraConfig
 from transformers import AutoConfig
 
@@ -31,12 +32,6 @@ LENGTH = 128
 LORA: dict[str, object] = {"use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear"}
 TAUGHT: dict[str, object] = {"teacher_model_name_or_path": ""}  # the small model
 PACKED: dict[str, object] = {"packing": True, "block_diagonal": True}
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of two layers and 4,003 words, so that the logits are what decides."""
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def parsed(model: Path, folder: Path, **changes: object) -> TrlConfig:
@@ -148,11 +143,7 @@ THOROUGH = (  # two settings at once, each of which another case has; or one wit
 )
 
 
-def _marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    return () if name in DEFAULT else (pytest.mark.thorough if name in THOROUGH else pytest.mark.slow,)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks_of(name)) for name in CASES])
+@pytest.mark.parametrize("name", marked(CASES, default=DEFAULT, thorough=THOROUGH))
 def test_a_whole_training_peaks_at_the_real_allocators_bytes(name: str, small_model: Path, tmp_path: Path) -> None:
     peaks_as_real(name, CASES[name], small_model, tmp_path)
 

@@ -23,10 +23,8 @@ class Heard(Report):
         self.said.append(left_out)
 
 
-def computed(
-    accumulation: int, rollout_every: int, steps: int = 2, lone: Sequence[int] = (), sleeps: bool = False
-) -> tuple[list[int], Heard]:
-    """The numbers of the micro-batches that are computed, and what was told; `lone` are not like the others."""
+def counting(**args: object) -> tuple[Any, list[int]]:
+    """A trainer that counts its micro-batches in `_step`, and the numbers of those that it computes."""
     found: list[int] = []
 
     def training_step(*_: Any) -> torch.Tensor:
@@ -34,8 +32,15 @@ def computed(
         trainer._step += 1
         return torch.ones((), dtype=torch.bfloat16)
 
-    args = SimpleNamespace(gradient_accumulation_steps=accumulation, device="cpu", vllm_enable_sleep_mode=sleeps)
-    trainer: Any = SimpleNamespace(training_step=training_step, args=args, _step=0)
+    trainer = SimpleNamespace(training_step=training_step, args=SimpleNamespace(device="cpu", **args), _step=0)
+    return trainer, found
+
+
+def computed(
+    accumulation: int, rollout_every: int, steps: int = 2, lone: Sequence[int] = (), sleeps: bool = False
+) -> tuple[list[int], Heard]:
+    """The numbers of the micro-batches that are computed, and what was told; `lone` are not like the others."""
+    trainer, found = counting(gradient_accumulation_steps=accumulation, vllm_enable_sleep_mode=sleeps)
     heard = Heard()
 
     def kinds() -> list[object]:
@@ -128,15 +133,7 @@ def test_the_micro_batches_of_a_step_are_alike_where_a_probe_repeats_one_sample(
 
 
 def test_a_forecast_computes_the_first_micro_batch_alone_of_the_first_step() -> None:
-    found: list[int] = []
-
-    def training_step(*_: Any) -> torch.Tensor:
-        found.append(trainer._step)
-        trainer._step += 1
-        return torch.ones((), dtype=torch.bfloat16)
-
-    args = SimpleNamespace(gradient_accumulation_steps=4, device="cpu")
-    trainer: Any = SimpleNamespace(training_step=training_step, args=args, _step=0)
+    trainer, found = counting(gradient_accumulation_steps=4)
     compute_one_in_first_step(trainer)
     assert {trainer.training_step(None, {}, None).dtype for _ in range(8)} == {torch.bfloat16}
     assert found == [0, 4, 5, 6, 7]

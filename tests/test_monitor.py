@@ -19,7 +19,7 @@ import lawful
 import psutil
 import pytest
 from at_once import AtOnce
-from drivers import FAKE_GPU_UUID, Card, Driver, compiled
+from drivers import FAKE_GPU_UUID, Card, Driver
 from search_driver import plan
 
 import autofit
@@ -262,12 +262,6 @@ def test_the_hosts_use_is_over_the_time_between_two_looks() -> None:
 
 
 # -- the cards --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    folder = tmp_path_factory.mktemp("driver")
-    return Driver(libraries=compiled(folder), cards=folder / "cards")
 
 
 def told(driver: Driver, folder: Path, processes: str = "", *arguments: str) -> Any:

@@ -15,6 +15,7 @@ import tiny
 import yaml
 from at_once import probed
 from rank_peaks import allocator_bytes
+from slurm_cluster import lives
 
 from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.plugin.registry import load
@@ -233,7 +234,7 @@ def test_a_cancelled_or_killed_probe_leaves_no_process(
             cancel(folder)
         else:
             psutil.Process(int(json.loads((folder / "started.json").read_text())["pid"])).kill()
-        _until(lambda pids=pids: not any(map(_running, pids)), 120)
+        _until(lambda pids=pids: not any(map(lives, pids)), 120)
         _until(lambda folder=folder: not is_alive(folder), 120)
         assert launcher.result(folder).status is ProbeStatus.LOST  # type: ignore[union-attr]
 
@@ -248,13 +249,6 @@ def _holds(process: psutil.Process, folder: Path) -> bool:
     try:
         return any(file.path == str(folder / "probe.log") for file in process.open_files())
     except psutil.Error:
-        return False
-
-
-def _running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
         return False
 
 
@@ -285,7 +279,7 @@ def test_no_grandchild_outlives_its_probe(fork_server: ForkServer, tmp_path: Pat
     pids = tmp_path / "pids"
     ending = fork_server.call(_message("leaves_grandchildren", tmp_path) | {"argument": str(pids)})
     assert ending.exit_code == 0
-    assert not [pid for pid in map(int, pids.read_text().split()) if _running(pid)]
+    assert not [pid for pid in map(int, pids.read_text().split()) if lives(pid)]
 
 
 def _message(entry: str, folder: Path) -> dict[str, object]:

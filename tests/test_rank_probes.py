@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import tiny
 from at_once import AtOnce, probed
 from rank_peaks import real_peaks
+from slurm_cluster import lives
 
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import run_probe
@@ -53,18 +53,11 @@ def request_of(
 
 def no_process_names(folder: Path) -> bool:
     """Whether no process runs whose pid a rank wrote in `folder`."""
-    return not any(_runs(pid) for pid in pids_in(folder))
+    return not any(lives(pid) for pid in pids_in(folder))
 
 
 def pids_in(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in folder.glob("rank-*.pid") if path.read_text()]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
