@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from autofit.forecast.apart import results
+from autofit.probing.supervise import shared_out
 
 
 def told(number: int) -> tuple[int, int]:
@@ -15,7 +15,7 @@ def told(number: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 9])
 def test_results_are_in_order_and_of_as_many_processes(processes: int) -> None:
-    found = results([partial(told, number) for number in range(5)], processes)
+    found = shared_out([partial(told, number) for number in range(5)], processes)
     assert [number for number, _ in found] == [0, 1, 2, 3, 4]
     assert len({pid for _, pid in found}) == min(processes, 5)
     assert found[0][1] == os.getpid()
@@ -27,7 +27,7 @@ def test_an_error_of_a_job_is_raised_wherever_it_ran(place: int) -> None:
         return int("x" if number == place else "1")
 
     with pytest.raises(ValueError, match="invalid literal"):
-        results([partial(wrong, number) for number in range(2)], 2)
+        shared_out([partial(wrong, number) for number in range(2)], 2)
 
 
 def test_the_jobs_of_a_killed_fork_are_done_here() -> None:
@@ -38,4 +38,4 @@ def test_the_jobs_of_a_killed_fork_are_done_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return told(number)
 
-    assert results([partial(only_here, number) for number in range(2)], 2) == [(0, here), (1, here)]
+    assert shared_out([partial(only_here, number) for number in range(2)], 2) == [(0, here), (1, here)]

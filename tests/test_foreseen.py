@@ -19,8 +19,7 @@ from autofit.probing.launch import Launcher
 from autofit.probing.result import Cause, Fidelity, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.joining import as_a_trial
 from autofit.promotion.promotion import choose
-from autofit.tuning.foreseen import Foreseen, common_front
-from autofit.tuning.frontier import SPEED
+from autofit.tuning.frontier import SPEED, Foreseen, common_front
 from autofit.tuning.record import record_of
 from autofit.tuning.search import FRONT_TRIALS, Plan, Search, open_study
 from autofit.tuning.study import FOR_FRONT, load_study, trials_of

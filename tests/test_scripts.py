@@ -413,7 +413,7 @@ def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all
     (tmp_path / "beside.py").write_text("def words(row, name): return row['title'] + ' ' + row[name]\n")
     script = Script(path=tmp_path / "train.py", arguments=OPTIONS, prompt_tokens=128)
     fewer = fit_script(script, gpu="l4")
-    monkeypatch.setattr("autofit.scripts.fewer.FEW", 100)
+    monkeypatch.setattr("autofit.scripts.changes.FEW", 100)
     whole = fit_script(script, gpu="l4")
     assert whole.arguments == fewer.arguments == {MICRO: 2, ACCUMULATION: 4, CHECKPOINTING: True}
     # Samples keep their order: a pair of one length alone would have no mask.

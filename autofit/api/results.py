@@ -16,8 +16,7 @@ from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tracking.front_plot import FrontPicture, front_figure, title_of
-from autofit.tuning.foreseen import Foreseen, common_front
-from autofit.tuning.frontier import SPEED, Rule, Trial, baseline, winner
+from autofit.tuning.frontier import SPEED, Foreseen, Rule, Trial, baseline, common_front, winner
 from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import (

@@ -15,8 +15,7 @@ from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.narrow import missing_packages
 from autofit.space.traits import describe_changes, samples_word
-from autofit.tuning.foreseen import Foreseen
-from autofit.tuning.frontier import Trial
+from autofit.tuning.frontier import Foreseen, Trial
 from autofit.tuning.sensitivity import Margin, Neighbour
 from autofit.units import format_bytes, format_seconds
 

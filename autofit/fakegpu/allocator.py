@@ -54,9 +54,9 @@ class AllocatorSettings:
         )
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
+    def from_environment(cls) -> AllocatorSettings:
         """Settings from PYTORCH_ALLOC_CONF or its older name PYTORCH_CUDA_ALLOC_CONF, as torch reads them at start."""
-        return cls.parse(environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+        return cls.parse(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 class Block:

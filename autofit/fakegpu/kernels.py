@@ -59,14 +59,13 @@ WITHOUT_DROPOUT = {aten._scaled_dot_product_efficient_attention.default: 2}
 MADE_LAST_FIRST = {aten.native_dropout.default}
 
 
-def blas_workspace_bytes(capability: tuple[int, int], config: str | None = None) -> int:
+def blas_workspace_bytes(capability: tuple[int, int]) -> int:
     """Bytes of one cuBLAS workspace; torch keeps one per handle (host thread) and stream.
 
     `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: the default is ":4096:2:16:8" (KiB), and
     4096 * 8 KiB on sm90 and sm100; CUBLAS_WORKSPACE_CONFIG overrides it. Since torch 2.8 cublasLt shares it.
     """
-    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if config is None else config
-    pairs = re.findall(r":(\d+):(\d+)", config)
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * int(count) for size, count in pairs) * KIB
     if capability[0] in (9, 10):

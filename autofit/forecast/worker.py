@@ -37,7 +37,6 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, read_json, write_json
-from autofit.forecast.apart import Job, results
 from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.structures import LATER, Shape
 from autofit.hardware.calibration import host_costs
@@ -45,6 +44,7 @@ from autofit.plugin.protocol import EVALUATION, LOAD, OPTIMIZER, UPDATE, Control
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
 from autofit.probing.simulated import layers_alike, needs_all_layers
+from autofit.probing.supervise import Job, shared_out
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import Launch, split
 from autofit.recipe.secrets import opened
@@ -352,7 +352,7 @@ class Structure:
         depths = [] if stack is None else [(base, replace(stack, traced_units=units)) for units in DEPTHS]
         points = [(base, stack), *depths, *((point, stack) for *_, point, _ in varied)]
         jobs: list[Job[Any]] = [partial(recording.trace, *point) for point in points]
-        traced, *traces, seen = results([*jobs, self._seen_at_hold_out], self.processes)
+        traced, *traces, seen = shared_out([*jobs, self._seen_at_hold_out], self.processes)
         model = MassModel.fit(
             traced,
             [
@@ -378,7 +378,7 @@ class Structure:
         stacks = [None if self.stack is None else replace(self.stack, traced_units=units) for units in DEPTHS]
         wider = self._wider(micro)
         points = [(base, stack) for stack in dict.fromkeys(stacks)] + [(replace(base, micro_batch=wider), stacks[0])]
-        low, *deeper, more = results([partial(recording.trace, *p, evaluates=True) for p in points], self.processes)
+        low, *deeper, more = shared_out([partial(recording.trace, *p, evaluates=True) for p in points], self.processes)
         ranges = {name: self.ranges[name] for name in ("B", "C") if name == "B" or self._generates}
         return MassModel.fit(
             low, [Variation(variable="B", value=wider, trace=more)], depths=(low, deeper[0] if deeper else low),

@@ -1,7 +1,8 @@
 """The keeper of one or several child processes: waits for their end, a deadline or an abandoned call, and kills all.
 
 Linux only: the keeper is a subreaper, so orphans of a child become children of the keeper, which kills them. Of the
-ranks of one training, the end of one that failed ends all. No torch here.
+ranks of one training, the end of one that failed ends all. Forks of a process may do a share of its jobs, on a machine
+with cores to spare. No torch here.
 """
 
 import contextlib
@@ -14,8 +15,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -250,3 +253,50 @@ def lives(note: Mapping[str, object]) -> bool:
     """Whether the process of `note` is alive."""
     pid = str(note.get("pid"))
     return pid.isdecimal() and note.get("birth") is not None and birth(int(pid)) == note["birth"]
+
+
+# -- forks that do a share --------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+Job = Callable[[], T]
+
+
+def shared_out(jobs: Sequence[Job[T]], processes: int) -> list[T]:
+    """What the jobs return, in their order; each of `processes`, this one among them, does its share.
+
+    To be called before this process has run a backward pass, whose threads a fork does not have. The jobs of a fork
+    that ends without an answer, by an exception or a kill, are done here, where an exception is raised.
+    """
+    shares = [jobs[number::processes] for number in range(min(processes, len(jobs)))]
+    forks = [_begun_fork(share) for share in shares[1:]]
+    found = [[job() for job in shares[0]]]
+    for share, fork in zip(shares[1:], forks, strict=True):
+        answer = _fork_answer(*fork)
+        found.append([job() for job in share] if answer is None else answer)
+    return [found[place % len(found)][place // len(found)] for place in range(len(jobs))]
+
+
+def _begun_fork(jobs: Sequence[Job[T]]) -> tuple[int, "Connection[None, list[T]]"]:
+    """(pid, where its answer will be) of a fork that does the jobs. It ends with this process."""
+    parent = os.getpid()
+    reads, writes = Pipe(duplex=False)
+    pid = os.fork()
+    if pid:
+        writes.close()
+        return pid, reads
+    try:
+        die_with_parent(parent)
+        writes.send([job() for job in jobs])
+    finally:
+        os._exit(0)
+
+
+def _fork_answer(pid: int, reads: "Connection[None, list[T]]") -> list[T] | None:
+    with reads:
+        try:
+            return reads.recv()
+        except EOFError:
+            return None
+        finally:
+            os.waitpid(pid, 0)

@@ -13,8 +13,7 @@ from autofit.probing.fork_server import server_for
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeSetup
 from autofit.recipe.launch import Launch
-from autofit.tuning.foreseen import Foreseen, leanest_foreseen
-from autofit.tuning.frontier import LEANEST, Trial
+from autofit.tuning.frontier import LEANEST, Foreseen, Trial, leanest_foreseen
 from autofit.tuning.record import StudyRecord, forget_foreseen, record_of
 from autofit.tuning.repeats import Prober
 from autofit.tuning.study import begin_foreseen, driving, tell, trials_of

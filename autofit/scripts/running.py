@@ -21,10 +21,10 @@ from autofit.errors import ConfigError, printable, quoted
 from autofit.files import Scratch
 from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
+from autofit.scripts.changes import Fewer
 from autofit.scripts.code import SUFFIX as NOTEBOOK
 from autofit.scripts.code import code_of, has_commands, project_of, whole_code
 from autofit.scripts.data import Columns, MadeUp, stood_in
-from autofit.scripts.fewer import Fewer
 from autofit.scripts.packages import idle, nothing_installed, of_a_notebook
 
 if TYPE_CHECKING:

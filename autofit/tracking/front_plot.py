@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autofit.forecast.predictions import Cloud
 from autofit.probing.result import ProbeStatus
-from autofit.tuning.foreseen import Foreseen, common_front
-from autofit.tuning.frontier import Trial, baseline, winner
+from autofit.tuning.frontier import Foreseen, Trial, baseline, common_front, winner
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes
 

@@ -9,8 +9,7 @@ import numpy as np
 from autofit.recipe.keys import TIERS
 from autofit.tuning.candidates import Floats, Grid, Mask, Observation
 from autofit.tuning.comparison import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, edge_bytes
-from autofit.tuning.foreseen import Costs, undominated
-from autofit.tuning.frontier import FASTEST, SLOWER_FRAC, Goal, band_bytes
+from autofit.tuning.frontier import FASTEST, SLOWER_FRAC, Costs, Goal, band_bytes, undominated
 from autofit.tuning.model import Model
 from autofit.tuning.residual import Places, expected_gain, probability_below
 
@@ -18,6 +17,7 @@ _POOL = 512  # candidates with a full posterior; predictions rank the others low
 _NEAR = 128  # candidates added to the pool because they differ from the best so far in the fewest knobs
 _IN_BAND = 128  # candidates added for goal utilisation: the fastest predicted in its band, narrower than `_GUESS`
 _GUESS = 0.3  # assumed prediction error (standard deviation of the logarithm) while the pool is chosen
+_STARTUP_S, _PROBE_STEPS = 15.0, 3.0  # of a probe: seconds before its first step, and steps
 _OOM_COST = 0.01  # cost of an OOM, as a log difference: it may tell less than a fit, and may hang a card
 _CURIOSITY = 2.0  # factor on the posterior spread for a proposal: small effects here hide large ones elsewhere
 _DOUBT = 1.5  # factor on the posterior spread for the expected gain that may end the search
@@ -41,17 +41,9 @@ class Proposal:
     leaner: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeCost:
-    """Seconds of a probe: its start plus `steps` times the seconds of a step."""
-
-    startup_s: float = 15.0
-    steps: float = 3.0
-
-
 def propose(
     model: Model, grid: Grid, observations: Sequence[Observation], pending: Sequence[int], free: Mask, *,
-    goal: Goal, target_bytes: int | None, cost: ProbeCost, min_gain_frac: float,
+    goal: Goal, target_bytes: int | None, min_gain_frac: float,
 ) -> Proposal | None:  # fmt: skip
     """The best candidate of the highest tier that has one which may fit; None if no candidate is free.
 
@@ -66,7 +58,7 @@ def propose(
         rivals = [o for o in observations if o.fits and o.step_s is not None and tiers[o.place] <= tier]
         imagined = [p for p in pending if tiers[p] <= tier]
         stage = _Stage(model, grid, rivals, imagined, goal=goal, target_bytes=target_bytes)
-        found = stage.best(places, cost)
+        found = stage.best(places)
         if found.settled and found.gain_frac < min_gain_frac and goal in FASTEST:
             return stage.leaner(places, found)
         if found.settled or found.suits >= _HOPELESS:
@@ -106,12 +98,12 @@ class _Stage:
     def _for_band(self) -> bool:
         return self._goal == "utilisation" and self._target is not None
 
-    def best(self, places: Places, cost: ProbeCost) -> Proposal:
+    def best(self, places: Places) -> Proposal:
         pool = self._pool(places)
         fits = self._model.fits_at(pool)
         step, spread = self._model.log_step_at(pool)
         gain = self._gain(pool, step, _CURIOSITY * spread, fits, wider=_CURIOSITY)
-        seconds = cost.startup_s + cost.steps * np.exp(np.clip(step, -20, 20))
+        seconds = _STARTUP_S + _PROBE_STEPS * np.exp(np.clip(step, -20, 20))
         worth = fits * gain - (1 - fits) * _OOM_COST
         chosen = int(np.argmax(np.where(worth > 0, worth / seconds, worth * seconds)))
         return Proposal(

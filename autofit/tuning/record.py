@@ -10,8 +10,7 @@ from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.tuning.comparison import Comparison
-from autofit.tuning.foreseen import Foreseen
-from autofit.tuning.frontier import Goal, Rule
+from autofit.tuning.frontier import Foreseen, Goal, Rule
 
 
 class StopKind(StrEnum):

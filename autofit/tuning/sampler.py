@@ -13,7 +13,7 @@ from threadpoolctl import ThreadpoolController
 
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.recipe.keys import TIERS
-from autofit.tuning.acquisition import ProbeCost, Proposal, places_ahead, propose
+from autofit.tuning.acquisition import Proposal, places_ahead, propose
 from autofit.tuning.candidates import Grid, Ledger, Mask, Observation
 from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
 from autofit.tuning.model import Model
@@ -221,10 +221,10 @@ class PriorSampler(CandidateSampler):
 
     def __init__(
         self, grid: Grid, *, predictions: Predictions | None = None, target_bytes: int | None = None, seed: int = 0,
-        goal: Goal = "speed", cost: ProbeCost = ProbeCost(), min_gain_frac: float = 0.01,  # noqa: B008 (frozen)
+        goal: Goal = "speed", min_gain_frac: float = 0.01,
     ) -> None:  # fmt: skip
         super().__init__(grid, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal)
-        self._cost, self._min_gain_frac = cost, min_gain_frac
+        self._min_gain_frac = min_gain_frac
         self._model = Model(grid, self.predictions, target_bytes=target_bytes)
         self._known: tuple[object, ...] | None = None
         self._proposal: Proposal | None = None
@@ -248,7 +248,7 @@ class PriorSampler(CandidateSampler):
                 self._model.learn(ledger.observations, ledger.pending)
                 self._proposal = propose(
                     self._model, self.grid, ledger.observations, ledger.pending, ledger.free, goal=self.goal,
-                    target_bytes=self.target_bytes, cost=self._cost, min_gain_frac=self._min_gain_frac,
+                    target_bytes=self.target_bytes, min_gain_frac=self._min_gain_frac,
                 )  # fmt: skip
             self._known = known
         return self._proposal

@@ -26,8 +26,7 @@ from autofit.probing.result import Fidelity, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.space import Space
 from autofit.tuning.candidates import Grid
-from autofit.tuning.foreseen import Foreseen
-from autofit.tuning.frontier import Goal, Trial, cost, measured, winner
+from autofit.tuning.frontier import Foreseen, Goal, Trial, cost, measured, winner
 from autofit.tuning.record import Stop, StopKind, StudyRecord, keep_record, record_of, repeats
 from autofit.tuning.repeats import Prober, Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler

@@ -19,8 +19,7 @@ from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest,
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.tuning.foreseen import Foreseen
-from autofit.tuning.frontier import Trial
+from autofit.tuning.frontier import Foreseen, Trial
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
 from autofit.tuning.storage import CALLS, Database, cause_of, check_is_of, check_there, database_of, keep_storage
