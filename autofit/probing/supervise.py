@@ -15,12 +15,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -279,6 +280,8 @@ def shared_out(jobs: Sequence[Job[T]], processes: int) -> list[T]:
 
 def _begun_fork(jobs: Sequence[Job[T]]) -> tuple[int, "Connection[None, list[T]]"]:
     """(pid, where its answer will be) of a fork that does the jobs. It ends with this process."""
+    from multiprocessing import Pipe  # not at the top: 50 ms, and few commands fork
+
     parent = os.getpid()
     reads, writes = Pipe(duplex=False)
     pid = os.fork()
