@@ -215,11 +215,6 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "trl", "peft")}
 
 
-if __name__ == "__main__":
-    die_with_parent()
-    os._exit(run(sys.argv[1]))
-
-
 # -- real ranks -------------------------------------------------------------------------------------------------------
 # Processes that are forked after the imports, meet over gloo and train one recipe. The process that forks must not have
 # computed with more than one thread: OpenMP's threads do not live in a fork.
@@ -308,3 +303,8 @@ def _fail(rank: int, code: int, folder: Path) -> NoReturn:
     if first["config"]:
         raise ConfigError(str(first["error"]))
     raise EnvironmentFault(f"rank {said[0].stem.removeprefix('error-')}: {first['error']}")
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os._exit(run(sys.argv[1]))
