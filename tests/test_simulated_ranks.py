@@ -109,8 +109,10 @@ def test_4bit_weights_stored_as_bfloat16_are_shared_out_too(
         # TRL shards the reference model whole: its layers are gathered at once
         pytest.param("fsdp2", "dpo", {}, marks=pytest.mark.thorough),
         pytest.param("fsdp1", "grpo", {}, marks=pytest.mark.thorough),
+        ("ddp", "sft", {"gradient_checkpointing": True}),  # buckets are made anew after the first step
+        pytest.param("ddp", "sft", {"use_peft": True}, marks=pytest.mark.thorough),
     ],
-    ids=["fsdp2-grpo-reference", "fsdp2-dpo-reference", "fsdp1-grpo"],
+    ids=["fsdp2-grpo-reference", "fsdp2-dpo-reference", "fsdp1-grpo", "ddp-sft", "ddp-sft-lora"],
 )  # fmt: skip
 def test_ranks_hold_to_the_byte_from_few_layers_what_they_hold_with_all(
     tmp_path: Path, fork_server: ForkServer, sharding: Sharding, trainer: TrainerName, changes: dict[str, object]

@@ -38,11 +38,15 @@ class NullGpu:
         (self.home / "held").mkdir(parents=True, exist_ok=True)
         (self.home / "cards").write_text("".join(lines))
 
-    def env(self, *, values: bool = False) -> dict[str, str]:
-        """What a process's environment has besides, to see the cards; with `values` its tensors have theirs."""
+    def env(self, *, values: bool = False, small_values: bool = False) -> dict[str, str]:
+        """What a process's environment has besides, to see the cards; with `values` its tensors have theirs.
+
+        With `small_values` what is copied, or sent between ranks, in few bytes has its values, as DDP needs.
+        """
         loaded = os.pathsep.join(str(self.libraries / name) for name in LIBRARIES)
         path = os.pathsep.join(filter(None, [str(HERE / "site"), os.environ.get("PYTHONPATH")]))
         own = {"NULL_GPU_VALUES": "1", "TORCHDYNAMO_DISABLE": "1"} if values else {}
+        own |= {"NULL_GPU_VALUES": "small"} if small_values else {}
         return {
             **own,
             "LD_PRELOAD": loaded, "LD_LIBRARY_PATH": str(self.libraries), "FAKE_CARDS": str(self.home / "cards"),

@@ -102,7 +102,10 @@ static cudaError_t copy(void *to, const void *from, size_t bytes) {
         memcpy(to, &counted, bytes);
         return cudaSuccess;
     }
-    if (has_values() || !is_on_card(to)) memmove(to, from, bytes);
+    if (!has_values() && bytes == sizeof counted && is_on_card(from) && !is_on_card(to))
+        memset(to, 0, bytes);  // a loss, or a number of rows: a kernel's, which did nothing
+    else if (has_values(bytes) || !is_on_card(to))
+        memmove(to, from, bytes);
     return cudaSuccess;
 }
 

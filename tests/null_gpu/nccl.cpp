@@ -1,8 +1,8 @@
 /* libnccl.so.2 of the null GPU: ranks of one machine meet in shared memory that the communicator's id names.
 
    Every call waits for the other ranks, as if the stream were asked for at once; where a rank does not come the call
-   ends in ncclSystemError. Numbers are moved where memory has values (NULL_GPU_VALUES=1). Without, ranks only wait for
-   each other: memory of a card is mapped and never read. The functions that are not here do nothing: build.py writes them. */
+   ends in ncclSystemError. Numbers are moved where memory has values (values.hpp). Without, ranks only wait for each
+   other: memory of a card is mapped and never read. The functions that are not here do nothing: build.py writes them. */
 #define __CUDA_FP16_H__  // nccl.h needs none of the card's own types, and their headers need more than torch brings
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__
@@ -294,13 +294,13 @@ static ncclResult_t shown(ncclComm_t group, const void *mine, size_t bytes, Read
     for (int rank = 0; rank < group->ranks; rank++) pieces.push_back(group->piece_of(rank));
     size_t at = 0;
     do {
-        size_t piece = has_values() ? std::min(PIECE, bytes - at) : 0;
+        size_t piece = has_values(bytes) ? std::min(PIECE, bytes - at) : 0;
         if (mine && piece) memcpy(group->piece_of(group->rank), (const char *)mine + at, piece);
         if (ncclResult_t error = meet(group)) return error;
         if (ncclResult_t error = piece ? read(at, piece, pieces) : ncclSuccess) return error;
         if (ncclResult_t error = meet(group)) return error;  // before a piece is written again
         at += PIECE;
-    } while (has_values() && at < bytes);
+    } while (has_values(bytes) && at < bytes);
     return ncclSuccess;
 }
 
@@ -322,7 +322,7 @@ EXPORTED ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, nc
 EXPORTED ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type,
                                         ncclRedOp_t operation, ncclComm_t group, cudaStream_t stream) {
     size_t bytes = count * bytes_of(type);
-    std::vector<char> own(has_values() ? bytes : 0);  // `to` may lie in `from`
+    std::vector<char> own(has_values(bytes) ? bytes : 0);  // `to` may lie in `from`
     for (int root = 0; root < group->ranks; root++)
         if (ncclResult_t error = ncclReduce((const char *)from + root * bytes, own.data(), count, type, operation,
                                             root, group, stream))
@@ -403,7 +403,7 @@ static ncclResult_t move_messages() {
 }
 
 static ncclResult_t message(Box *box, bool is_sent, const void *at, size_t bytes) {
-    messages.push_back({box, is_sent, (char *)at, has_values() ? bytes : 0, false});
+    messages.push_back({box, is_sent, (char *)at, has_values(bytes) ? bytes : 0, false});
     return open_groups ? ncclSuccess : move_messages();
 }
 

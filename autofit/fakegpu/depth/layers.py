@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -168,6 +169,10 @@ class LayerRecorder:
         if index is not None:
             self.memory.allocations[index].layer = code
 
+    def lend(self, view: torch.Tensor, code: int) -> None:
+        """Attribute a view of a tensor of several layers to the layer of `code`, and not what it is a view of."""
+        cast("Any", view)._autofit_layer = code
+
     def of(self, tensor: torch.Tensor) -> int:
         index = self.memory.index_of(tensor)
         if index is not None and self.memory.allocations[index].layer:
@@ -275,6 +280,29 @@ class LayerRecorder:
                 nbytes = tensor.numel() * tensor.element_size()
                 total, grown = total + nbytes, grown + nbytes * self._growth(tensor)
         return 1.0, grown / total if total else 1.0
+
+    def at_full_depth(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Places of `tensors` in the order of the full model: those of the middle layers are there more than once.
+
+        The units that were not built come beside the first of those that were.
+        """
+        found: list[int] = []
+        for (stack, unit), group in groupby(
+            range(len(tensors)), key=[self._unit(each) for each in tensors].__getitem__
+        ):
+            places = list(group)
+            found += places
+            if unit == 0:
+                found += places * (self.stacks[stack].units - self.stacks[stack].traced_units)
+        return found
+
+    def _unit(self, tensor: torch.Tensor) -> tuple[int, int | None]:
+        """(stack, middle unit) of the layer of a tensor; (0, None) outside the middle layers."""
+        code = self.of(tensor)
+        if not self._is_middle(code):
+            return 0, None
+        tag = Tag.decode(code)
+        return tag.stack, self.stacks[tag.stack].unit(tag.layer)
 
     def period_of(self, code: int) -> int:
         """How many layers a unit has of which the layer `code` is one; 0 outside the middle layers."""

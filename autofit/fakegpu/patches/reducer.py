@@ -5,7 +5,8 @@ Sizes and moments are those of torch/csrc/distributed/c10d/reducer.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -18,17 +19,12 @@ if TYPE_CHECKING:
     from autofit.fakegpu.depth.layers import LayerRecorder
 
 
-class _Bucket:
-    """Gradients of some parameters, flat in one tensor that is reduced at once."""
+class _Reduction:
+    """Gradients that are reduced together: a bucket's, or those of a layer that stands for several."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], layer: int, layers: LayerRecorder | None) -> None:
-        first = parameters[0]
-        total = sum(p.numel() for p in parameters)
-        self.flat = torch.empty(total, dtype=first.dtype, device=first.device)
-        if layer and layers is not None:
-            layers.give(self.flat, layer)
-        self.views = list(map(_shaped, self.flat.split([p.numel() for p in parameters]), parameters))
-        self.pending = len(parameters)
+    def __init__(self, parts: Sequence[torch.Tensor], count: int) -> None:
+        self.parts = parts  # one reduction each
+        self.count = self.pending = count  # of gradients, of those that have not come yet
 
 
 def _shaped(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -38,8 +34,8 @@ def _shaped(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
 class BucketReducer:
     """DDP's Reducer. With `gradient_as_bucket_view`, gradients are views of the buckets; else they are copied there.
 
-    Where layers are followed, each has a bucket of its own: of the same bytes as buckets that reach over layers, and
-    they repeat with the layers.
+    Where few layers stand for many, the buckets are those of all layers, and each layer's gradients are reduced by
+    themselves, so that the reductions repeat with the layers.
     """
 
     layers: LayerRecorder | None = None  # of the card, as `mark`: set by a subclass
@@ -67,60 +63,87 @@ class BucketReducer:
         self._expects = False  # whether this backward reduces: under no_sync it does not
         self._works: list[distributed.Work] = []  # the reductions under way
         self._arrived: list[int] = []  # parameters in the order of their gradients in the first backward
-        by_layer = self.layers is not None and bool(self.layers.stacks)
-        self._rebuilds = not find_unused_parameters and not by_layer
+        self._rebuilds = not find_unused_parameters
         if find_unused_parameters:
             self._used = torch.empty(len(parameters), dtype=torch.int32, device=parameters[0].device)
-        self._buckets: list[_Bucket] = []
-        self._place: dict[int, tuple[_Bucket, torch.Tensor]] = {}
-        self._make(self._by_layer() if by_layer else bucket_indices)
+        self._flat: list[torch.Tensor] = []  # the buckets
+        self._place: dict[int, tuple[_Reduction, torch.Tensor]] = {}
+        if self._few_layers:
+            places = self._at_full_depth(range(len(parameters)))
+            in_one = max(bucket_size_limits) > bucket_bytes_cap  # until they are made anew
+            found, _ = _buckets([parameters[i] for i in places], [sys.maxsize] if in_one else self._limits)
+            bucket_indices = [[places[i] for i in members] for members in reversed(found)]
+        self._make(bucket_indices)
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
 
-    def _by_layer(self) -> list[list[int]]:
-        found: dict[tuple[object, ...], list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
-            found.setdefault((self._layer_of(parameter), parameter.dtype, parameter.device), []).append(index)
-        return list(found.values())
+    @property
+    def _few_layers(self) -> bool:
+        return self.layers is not None and bool(self.layers.stacks)
 
-    def _layer_of(self, parameter: torch.nn.Parameter) -> int:
-        return 0 if self.layers is None else self.layers.of(parameter)
+    def _at_full_depth(self, indices: Sequence[int]) -> list[int]:
+        """The parameters `indices` in their order; one of a layer that stands for several is there several times."""
+        if self.layers is None:
+            return list(indices)
+        return [indices[place] for place in self.layers.at_full_depth([self._parameters[i] for i in indices])]
 
-    def _make(self, indices: Sequence[Sequence[int]]) -> None:
+    def _make(self, buckets: Sequence[Sequence[int]]) -> None:
         self._place.clear()
-        self._buckets.clear()
-        for members in indices:
+        self._flat.clear()
+        largest: dict[torch.dtype, torch.Tensor] = {}
+        views: dict[int, torch.Tensor] = {}
+        for members in buckets:
             parameters = [self._parameters[i] for i in members]
-            bucket = _Bucket(parameters, self._layer_of(parameters[0]), self.layers)
-            self.mark(bucket.flat, "gradients")
-            self._buckets.append(bucket)
-            self._place |= {i: (bucket, view) for i, view in zip(members, bucket.views, strict=True)}
-            bucket.views.clear()  # only `_place` keeps them
+            counts = [p.numel() for p in parameters]
+            flat = torch.empty(sum(counts), dtype=parameters[0].dtype, device=parameters[0].device)
+            self._flat.append(flat)
+            self.mark(flat, "gradients")
+            largest[flat.dtype] = max(flat, largest.get(flat.dtype, flat), key=torch.numel)
+            views |= {i: _shaped(part, self._parameters[i])
+                      for i, part in zip(members, flat.split(counts), strict=True) if i not in views}  # fmt: skip
+            if not self._few_layers:
+                reduction = _Reduction([flat], len(members))
+                self._place |= {i: (reduction, views[i]) for i in members}
+        if self.layers is not None and self._few_layers:
+            self._reduce_by_layer(self.layers, views, largest)
+
+    def _reduce_by_layer(
+        self, layers: LayerRecorder, views: Mapping[int, torch.Tensor], largest: Mapping[torch.dtype, torch.Tensor]
+    ) -> None:
+        """Reduce as many bytes as each layer's gradients have, a part of the largest bucket at a time."""
+        by_layer: dict[tuple[int, torch.dtype], list[int]] = {}
+        for index, parameter in enumerate(self._parameters):
+            code = layers.of(parameter)
+            layers.lend(views[index], code)
+            by_layer.setdefault((code, parameter.dtype), []).append(index)
+        for (_, dtype), members in by_layer.items():
+            most, left = largest[dtype], sum(views[i].numel() for i in members)
+            parts = [most] * (left // most.numel()) + ([most[:rest]] if (rest := left % most.numel()) else [])
+            reduction = _Reduction(parts, len(members))
+            self._place |= {i: (reduction, views[i]) for i in members}
 
     # ------------------------------------------------------------------ one backward
     def prepare_for_backward(self, outputs: object) -> None:
         self._expects = True
         self._arrived = []
-        counts = dict.fromkeys(map(id, self._buckets), 0)
-        for bucket, _ in self._place.values():
-            counts[id(bucket)] += 1
-        for bucket in self._buckets:
-            bucket.pending = counts[id(bucket)]
+        for reduction, _ in self._place.values():
+            reduction.pending = reduction.count
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
-        """A gradient has been accumulated: fill its place, and reduce the bucket that is now full."""
+        """A gradient has been accumulated: fill its place, and reduce the bucket, or the layer, that is now full."""
         if not self._expects:
             return
-        bucket, view = self._place[index]
+        reduction, view = self._place[index]
         gradient = cast("torch.Tensor", parameter.grad)
         if gradient is not view:
             view.copy_(gradient)
             if self._as_view:
                 parameter.grad = view
         self._arrived.append(index)
-        bucket.pending -= 1
-        if not bucket.pending:
-            self._works.append(distributed.all_reduce(bucket.flat, group=self._group, async_op=True))
+        reduction.pending -= 1
+        if not reduction.pending:
+            for part in reduction.parts:
+                self._works.append(distributed.all_reduce(part, group=self._group, async_op=True))
         if len(self._arrived) == len(self._parameters):
             self._finish()
 
@@ -139,9 +162,9 @@ class BucketReducer:
         if not self._rebuilds or len(self._arrived) != len(self._parameters):
             return False
         self._rebuilds = False
-        arrived: list[torch.Tensor] = [self._parameters[i] for i in self._arrived]
-        indices, _ = _buckets(arrived, self._limits, [], self._arrived)
-        self._make(indices)
+        order = self._at_full_depth(self._arrived)
+        found, _ = _buckets([self._parameters[i] for i in order], self._limits, [], list(range(len(order))))
+        self._make([[order[place] for place in members] for members in found])
         return True
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
@@ -158,16 +181,16 @@ def _buckets(tensors: list[torch.Tensor], limits: list[int], *more: list[int]) -
 def broadcast_in_flat_buffers(layers: LayerRecorder | None, original: Callable[..., None]) -> Callable[..., None]:
     """DDP's first broadcast of the model, through two flat buffers at a time (torch/csrc/distributed/c10d/comm.cpp).
 
-    Where layers are followed, the buffers are no tensors of layers: a deep model has more of them, not larger ones.
+    Where few layers stand for many, the buffers are those of all layers.
     """
 
     def broadcast(group: object, tensors: list[torch.Tensor], buffer_bytes: int, rank: int = 0) -> None:
         if layers is None or not layers.stacks:
             original(group, tensors, buffer_bytes, rank)
             return
-        flat: list[torch.Tensor] = []
-        for members in _buckets(tensors, [buffer_bytes])[0]:
-            first, total = tensors[members[0]], sum(tensors[i].numel() for i in members)
+        whole, flat = [tensors[place] for place in layers.at_full_depth(tensors)], list[torch.Tensor]()
+        for members in _buckets(whole, [buffer_bytes])[0]:
+            first, total = whole[members[0]], sum(whole[i].numel() for i in members)
             del flat[:-1]
             if len(members) > 1:
                 flat.append(torch.empty(total, dtype=first.dtype, device=first.device))
