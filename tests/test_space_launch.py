@@ -180,6 +180,14 @@ def test_a_recipe_whose_own_settings_fail_together_keeps_them() -> None:
     assert ("fsdp2", True, "parameters") in kinds(space_of(recipe))
 
 
+@pytest.mark.parametrize(("optim", "use_peft", "fails"), [
+    ("rmsprop_bnb_8bit", False, True), ("rmsprop_bnb_8bit", True, False), ("rmsprop", False, False),
+])  # fmt: skip
+def test_rmsprop_of_bitsandbytes_clashes_with_bfloat16_gradients(optim: str, *, use_peft: bool, fails: bool) -> None:
+    recipe = recipe_on(Launch(ranks=2), optim=optim, dtype="bfloat16", use_peft=use_peft)
+    assert [clash.key for clash in clashes(recipe)] == ["optim"] * fails
+
+
 @pytest.mark.parametrize(
     ("model", "trainer", "use_peft", "fails"),
     [

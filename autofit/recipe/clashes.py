@@ -9,10 +9,11 @@ from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe
 
 SHARDING, OFFLOAD = "launch.sharding", "launch.offload"
+_RMSPROP = ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")
 _OF_BITSANDBYTES = (
     "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",
     "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
-    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
+    *_RMSPROP,
 )  # fmt: skip
 
 
@@ -62,6 +63,13 @@ CLASHES = (
         what="optimizers of bitsandbytes cannot update the shards of FSDP2 (DTensors): it ends with `does not have a "
              "sharding strategy registered` in the first optimizer step",
         fix="set optim: adamw_torch_fused, or adamw_torch_8bit (torchao); or take multi_gpu",
+    ),
+    Clash(  # bitsandbytes 0.50: backends/cuda/ops.py, str2optimizer32bit; seen with the CUDA build of torch 2.13
+        settings={"optim": _RMSPROP, "dtype": ("bfloat16",), "use_peft": (False,)},
+        key="optim",
+        what="bitsandbytes' RMSprop has no kernel for bfloat16 gradients: it ends with `data type combination not "
+             "supported` in the first optimizer step",
+        fix="set optim: adamw_bnb_8bit, or dtype: float32",
     ),
 )  # fmt: skip
 

@@ -24,6 +24,11 @@ class Config:
     # "bisect": its least capacity is searched for too; "grid": its bytes make targets; "search": these are searched for
     tags: tuple[str, ...] = field(default=())
 
+    @property
+    def samples(self) -> str:
+        """The kind of its samples: the trainer's, and the objective's where it has several."""
+        return f"hf {self.values.get('objective', 'sft')}" if self.trainer == "hf" else self.trainer
+
 
 _ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": _ALL_LINEAR}

@@ -22,7 +22,7 @@ class Folder:
         return self.home / "models" / config.model.replace("/", "--")
 
     def data(self, config: Config) -> Path:
-        return self.home / "data" / f"{config.trainer}-{config.tokens}"
+        return self.home / "data" / f"{config.samples.replace(' ', '-')}-{config.tokens}"
 
     def case(self, config: Config) -> Path:
         """The file with the facts of the longest sample, as a probe reads it."""

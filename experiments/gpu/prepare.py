@@ -58,7 +58,7 @@ def _data(folder: Folder, config: Config) -> None:
     if home.exists():
         return
     tokenizer = AutoTokenizer.from_pretrained(folder.model(config) / "stand_in_model")
-    made = Path(made_up_dataset(config.trainer, config.tokens, tokenizer, home, text_column=None))
+    made = Path(made_up_dataset(config.samples, config.tokens, tokenizer, home, text_column=None))
     for path in made.glob("*.jsonl"):
         path.write_text(path.read_text() * _ROWS)
 

@@ -109,7 +109,7 @@ class _Clock(StepClock):
             self._row["kernels"] = self._kernels.end()
             return Control(stop=True)
         if not super().step_ends(step).stop and len(self.step_s) < self._most:
-            return Control(stop=False)
+            return Control(stop=False, evaluate=len(self.step_s) == 1)  # nothing where the recipe has none
         self._measured()
         return Control(stop=self._kernels is None or max(self.step_s) > _LONGEST_PROFILED_S)
 

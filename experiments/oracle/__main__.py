@@ -21,10 +21,10 @@ from gpu.folder import Folder  # noqa: E402
 from gpu.measure import RESULTS, facts, measure  # noqa: E402
 from gpu.predict import predict, predictions  # noqa: E402
 from gpu.prepare import prepare  # noqa: E402
-from gpu.ranks import RANKS, of_ranks  # noqa: E402
+from gpu.ranks import of_ranks  # noqa: E402
 from null_gpu.build import CannotBuild, NullGpu, build, h100s  # noqa: E402
 
-from oracle.configs import SINGLE  # noqa: E402
+from oracle.configs import SEVERAL, SINGLE  # noqa: E402
 from oracle.table import table  # noqa: E402
 
 CARD = "h100"
@@ -44,7 +44,7 @@ def main() -> None:
         each_stage(folder, given.only)
         return
     single = [one for one in SINGLE if not given.only or one.name in given.only]
-    several = [one for one in RANKS if not given.only or one.name in given.only]
+    several = [one for one in SEVERAL if not given.only or one.name in given.only]
     if given.stage == "prepare":
         prepare(folder, [*single, *(one.config for one in several)])
     elif given.stage != "table":
@@ -78,8 +78,8 @@ def each_stage(folder: Folder, only: Sequence[str]) -> None:
         command = [sys.executable, "-m", "oracle", str(folder.home), "--stage", stage, "--only", *only]
         more = {"AUTOFIT_CACHE": str(gpu.home / "cache")}
         if stage in ("measure", "ranks"):
-            gpu.has(h100s(2 if stage == "ranks" else 1))
-            more |= gpu.env()
+            gpu.has(h100s(4 if stage == "ranks" else 1))
+            more |= gpu.env(small_values=stage == "ranks")
         subprocess.run(command, check=True, env={**os.environ, **more})
 
 
