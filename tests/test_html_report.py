@@ -27,7 +27,7 @@ from autofit.space.knob import load_space
 from autofit.space.space import Space
 from autofit.space.traits import reason_for
 from autofit.tuning.frontier import winner
-from autofit.tuning.record import keep_proof, keep_record, record_of
+from autofit.tuning.record import Stop, StopKind, keep_proof, keep_record, record_of
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.sensitivity import sensitivity
 from autofit.tuning.study import load_study, trials_of
@@ -175,6 +175,15 @@ def test_the_next_command_of_a_simulated_study_trains_where_that_card_is(
     options = argparse.Namespace(json=False, dir=studied)
     show_result(options, replace(autofit.report(folder=studied), device="sim:a100-40gb"))
     assert f"Next: autofit promote best{written} --dir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_interrupted_search_says_how_to_go_on(
+    interrupted: bool, studied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = Stop(StopKind.INTERRUPTED, "interrupted") if interrupted else None
+    show_result(argparse.Namespace(json=False, dir=studied), replace(autofit.report(folder=studied), stop=stop))
+    assert ("the same `autofit search` command goes on" in capsys.readouterr().out) is interrupted
 
 
 def test_the_page_shows_promoted_runs_with_promised_against_actual_and_their_events(studied: Path) -> None:

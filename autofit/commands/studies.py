@@ -143,6 +143,8 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
         print(json.dumps(result.to_dict()))
     else:
         show(result)
+        if result.interrupted:
+            show_line("Interrupted: the same `autofit search` command goes on with this search.")
         if result.winner is not None:
             where = dir_option(options.dir)
             written = "" if result.trains_on_data and _trains_here(result.device or "cpu") else " --write-only"
