@@ -212,3 +212,25 @@ def test_a_loop_that_halves_its_batch_finds_one_that_fits() -> None:
                 batch //= 2
     assert 1 << 14 < batch < 1 << 18
     assert gpu.memory.allocator.oom_count == 20 - math.log2(batch)  # one for each time that it was halved
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_the_gradient_of_a_flat_parameter_lies_in_the_pool_of_the_stream_that_gathered_its_weights() -> None:
+    """Autograd computes a node in the stream of its forward (experiments/oracle: hf-full-2-fsdp1)."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with fake_gpu("a100-80gb") as gpu:
+        layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2))).cuda()
+        for i in range(2):
+            layers[i] = FullyShardedDataParallel(layers[i], use_orig_params=True, device_id=0)
+        model = FullyShardedDataParallel(layers, use_orig_params=True, device_id=0)
+        before = len(gpu.memory.allocations)
+        with model.no_sync():  # the whole gradients stay
+            model(torch.randn(4, 1024, device="cuda")).sum().backward()
+        streams = {
+            op: {gpu.memory.log.streams.get(i, 0) for i, made in enumerate(gpu.memory.allocations)
+                 if i >= before and made.op == op and made.nbytes == 4 * MIB}
+            for op in ("resize_", "cat", "mm")
+        }  # fmt: skip
+    assert streams["cat"] == streams["resize_"] != {0}
+    assert streams["mm"] == {0}

@@ -20,6 +20,7 @@ from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.depth.stack import LongerPatternError
 from autofit.fakegpu.known_values import INTEGER_LIMIT, Shadows
+from autofit.fakegpu.memory import SimulatedMemory
 from autofit.fakegpu.patches.cuda_api import always
 from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.patches.reducer import BucketReducer, SilentLogger, broadcast_in_flat_buffers
@@ -273,6 +274,56 @@ def _is_whole(parameters: Sequence[Any]) -> bool:
 def _weights(parameters: Sequence[Any]) -> list[tuple[int, int]]:
     """(code of its layer, elements of its padded shard) of each parameter."""
     return [(parameter._autofit_layer, parameter._sharded_param_data.numel()) for parameter in parameters]
+
+
+def flat_gradients(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """Let the gradient of a flat parameter lie in the pool of the stream in which its weights were gathered.
+
+    Autograd computes each node in the stream of its forward, and the views of gathered weights are made in that stream.
+    """
+    owner = module.FlatParamHandle
+    views = untouched(vars(owner)["_use_unsharded_views"])
+    gradients = untouched(vars(owner)["_use_unsharded_grad_views"])
+
+    def use_views(handle: Any, as_params: bool) -> None:
+        views(handle, as_params)
+        if gpu.memory.stream and not as_params:
+            setattr(handle, _STREAM, gpu.memory.stream)
+            made = (vars(each).get(called) for called, each, _ in handle.flat_param._param_infos)
+            _computed_in(gpu.memory, gpu.memory.stream, [view.grad_fn for view in made if view is not None])
+
+    def use_gradients(handle: Any) -> None:
+        before = gpu.memory.stream
+        gpu.memory.stream = getattr(handle, _STREAM, before)
+        gradients(handle)
+        gpu.memory.stream = before
+
+    yield owner, "_use_unsharded_views", use_views, "a simulated backward knows no streams"
+    yield owner, "_use_unsharded_grad_views", use_gradients, "a simulated backward knows no streams"
+
+
+_STREAM = "autofit_stream"  # of a node, in its metadata: a backward uses the views of its forward again
+
+
+def _computed_in(memory: SimulatedMemory, stream: int, nodes: list[Any]) -> None:
+    """Let autograd's `nodes`, and those behind them but the leaves', allocate in the pool of `stream`."""
+    before: list[int] = []
+
+    def begins(_: object) -> None:
+        before.append(memory.stream)
+        memory.stream = stream
+
+    def ends(*_: object) -> None:
+        memory.stream = before.pop()
+
+    while nodes:
+        node = nodes.pop()
+        if node is None or not node.next_functions or _STREAM in node.metadata:
+            continue
+        node.metadata[_STREAM] = stream
+        node.register_prehook(begins)
+        node.register_hook(ends)
+        nodes += [behind for behind, _ in node.next_functions]
 
 
 def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:

@@ -291,7 +291,9 @@ _LIBRARIES: dict[str, _Patches] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": _both(distributed.fsdp2_groups, distributed.fsdp2_hooks),
     "torch.distributed.fsdp.fully_sharded_data_parallel": distributed.fsdp1_forward_hooks,
     "torch.distributed.fsdp._runtime_utils": distributed.fsdp1_backward_hooks,
-    "torch.distributed.fsdp._flat_param": _both(distributed.flat_shards, distributed.fsdp1_groups),
+    "torch.distributed.fsdp._flat_param": _both(
+        distributed.flat_shards, distributed.flat_gradients, distributed.fsdp1_groups
+    ),
     "torch.distributed.tensor._sharding_prop": distributed.sharding_propagation,
     "transformers.integrations.bitsandbytes": low_bit.transformers_quantising,
     "bitsandbytes.nn.modules": low_bit.bitsandbytes_modules,
