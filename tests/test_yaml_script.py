@@ -245,3 +245,19 @@ def test_a_mark_of_a_terminal_before_a_command_is_none_of_its_words() -> None:
         (f"{UNSURE}/a", "b"),
         ("trl", "sft"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("uv run --with trl -p 3.12 trl sft --seed 1", ("trl", "sft", "--seed", "1")),
+        ("uv run --no-sync train.py --seed 1", ("python", "train.py", "--seed", "1")),
+        ("A=1 uv run --module a.train", ("python", "-m", "a.train")),
+        ("conda run -n lf llamafactory-cli train x.yaml", ("llamafactory-cli", "train", "x.yaml")),
+        ("uv run -- accelerate launch train.py", ("accelerate", "launch", "train.py")),
+        ("uv pip install trl", ("uv", "pip", "install", "trl")),
+        ("uv run", ("uv", "run")),
+    ],
+)
+def test_what_runs_a_command_in_an_environment_is_no_part_of_it(line: str, words: tuple[str, ...]) -> None:
+    assert [command.words for command in commands(line)] == [words]

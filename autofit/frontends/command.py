@@ -28,6 +28,15 @@ ASKS_FOR_NPUS = re.compile(
 _OF_NOTEBOOK = re.compile(r"(?m)^%%\w+[^\n]*$|^[ \t]*(?:!|\$ )[ \t]*(?=[\w/.])")  # and a terminal's prompt
 _LOST = re.compile(r"(?m)^((?![ \t]*#)(?:(?!\s#)[^\n])*[^\s\\][ \t]*)\n(?=[ \t]*--[A-Za-z])")
 _SEPARATORS = ";&|\n)"
+_RUNNERS = {
+    (tool, "run") for tool in ("uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba")
+}
+_MODULE = ("-m", "--module")
+_OF_RUNNERS = {  # options with a value in the next word
+    "--with", "--with-editable", "--with-requirements", "-p", "--python", "--extra", "--group", "--only-group",
+    "--env-file", "--project", "--directory", "--package", "--index", "--default-index", "--index-url", "-n", "--name",
+    "--prefix", "-e", "--environment", "--cwd",
+}  # fmt: skip
 Told = tuple[object, object]  # ranks of a machine and machines, as they are written
 _DEEPEST = 20
 _MOST_ADDED = 16 * MOST_BYTES  # a variable that doubles itself fills the memory in forty lines
@@ -82,7 +91,22 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
         sure = False
         rest = [part for word in rest for part in word.replace(_ARRAY, "").split(_BETWEEN)]
         variables = {**known, **own}
-        yield Command(tuple(rest[1:] if rest[0] == "env" else rest), variables, not branches.certain, start, end)
+        rest = _without_runner(rest[1:] if rest[0] == "env" else rest)
+        yield Command(tuple(rest), variables, not branches.certain, start, end)
+
+
+def _without_runner(words: list[str]) -> list[str]:
+    """The command that `uv run`, `poetry run`, ... starts in an environment of its own; `words` of any other."""
+    if tuple(words[:2]) not in _RUNNERS:
+        return words
+    rest = words[2:]
+    while rest and rest[0].startswith("-") and rest[0] not in _MODULE:
+        del rest[: 2 if rest[0] in _OF_RUNNERS else 1]
+    if not rest:
+        return words
+    if rest[0] in _MODULE:
+        return ["python", "-m", *rest[1:]]
+    return ["python", *rest] if rest[0].endswith(".py") else rest
 
 
 def starts(started: Iterator[object]) -> bool:
@@ -199,8 +223,7 @@ def started_ranks(before: Sequence[str], told: Told | None, variables: Mapping[s
     """Ranks that the words `before` a program start: those told, one of a plain Python, or one a visible card."""
     if told is not None:
         return ranks_in(told)
-    program = before[0].rpartition("/")[2]
-    plain = program.startswith("python") or program == "uv"
+    plain = before[0].rpartition("/")[2].startswith("python")
     return 1 if plain and "torch.distributed.run" not in before else visible_cards(variables)
 
 

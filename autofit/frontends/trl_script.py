@@ -1,6 +1,6 @@
 """Scripts that train with TRL's command line: `trl sft`, or a script of TRL started by a launcher. No torch here.
 
-`accelerate launch`, `torchrun`, `deepspeed`, `python` and `uv run` are read, and a config of TRL (`--config FILE`),
+`accelerate launch`, `torchrun`, `deepspeed` and `python` are read, and a config of TRL (`--config FILE`),
 over which the arguments are laid as TRL's own parser lays them. A script of another project with such a name (open-r1)
 takes TRL's arguments too, with some of its own: these are named, and left out. A config of open-r1 or of the
 alignment-handbook is read as such a file is by itself.
@@ -144,7 +144,7 @@ def started(text: str) -> Iterator[tuple[Command, str, int]]:
         words = command.words
         if words[:1] == ("trl",) and len(words) > 1 and words[1] in (*OF_TRL, *OTHERS):
             yield command, words[1], 1
-        elif words and words[0] in ("accelerate", "torchrun", "deepspeed", "python", "python3", "uv", "srun"):
+        elif words and words[0] in ("accelerate", "torchrun", "deepspeed", "python", "python3", "srun"):
             for place, word in enumerate(words):
                 if "swift" not in word and (match := _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)) is not None:
                     yield command, match[1], place
