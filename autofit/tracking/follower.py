@@ -109,17 +109,17 @@ def _mark_of(folder: Path) -> list[int]:
     return list(stamp(folder / DATABASE) or ())
 
 
-def told_to_end() -> threading.Event:
+def told_to_end(*, within_s: int = _ALONE_S) -> threading.Event:
     """In a mirror: an event that is set once standard input closes, as the process that started it ends or was killed.
 
-    The kernel kills this process 30 s later, whatever it waits for. Call it before `nice`, which is each thread's
+    The kernel kills this process `within_s` later, whatever it waits for. Call it before `nice`, which is each thread's
     own: a busy machine gives a nice thread less than a hundredth of a processor.
     """
     told = threading.Event()
 
     def wait() -> None:
         select.select([sys.stdin], [], [])
-        signal.alarm(_ALONE_S)
+        signal.alarm(within_s)
         told.set()
 
     threading.Thread(target=wait, daemon=True).start()
