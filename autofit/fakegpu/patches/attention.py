@@ -319,7 +319,7 @@ def _attention(
 # float32 sums (batch, heads, queries); the backward one float32 number a query (`delta`) and the gradients, those of
 # keys and values with their own number of heads.
 
-NAME = "compile_friendly_flex_attention"  # transformers' own wrapper of torch.compile(flex_attention)
+_FLEX = "compile_friendly_flex_attention"  # transformers' own wrapper of torch.compile(flex_attention)
 _FLEX_NOTE = (
     "flex attention: its kernels were not measured; seconds are those of torch's flash attention with a causal mask"
 )
@@ -334,7 +334,7 @@ torch.library.define(
 )
 
 
-def _forward(
+def _flex_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else query.new_empty(
@@ -343,14 +343,14 @@ def _forward(
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _backward(
+def _flex_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-torch.library.register_fake("flex::flex_attention", _forward)
-torch.library.register_fake("flex::flex_attention_backward", _backward)
+torch.library.register_fake("flex::flex_attention", _flex_forward)
+torch.library.register_fake("flex::flex_attention_backward", _flex_backward)
 
 
 class _Flex(torch.autograd.Function):
@@ -371,9 +371,9 @@ class _Flex(torch.autograd.Function):
 
 def transformers_flex(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Let the models' flex attention run on fakes, for which torch has no rule."""
-    if not hasattr(module, NAME):
+    if not hasattr(module, _FLEX):
         return
-    original = cast("Callable[..., object]", untouched(getattr(module, NAME)))
+    original = cast("Callable[..., object]", untouched(getattr(module, _FLEX)))
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, training: bool = False, **options: Any
@@ -387,4 +387,4 @@ def transformers_flex(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         wanted = options.get("return_aux")
         return out if wanted is None else (out, AuxOutput(lse=sums))
 
-    yield module, NAME, attention, "torch has no rule for flex attention on fakes"
+    yield module, _FLEX, attention, "torch has no rule for flex attention on fakes"

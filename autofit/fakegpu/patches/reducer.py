@@ -68,7 +68,7 @@ class BucketReducer:
             self._used = torch.empty(len(parameters), dtype=torch.int32, device=parameters[0].device)
         self._flat: list[torch.Tensor] = []  # the buckets
         self._place: dict[int, tuple[_Reduction, torch.Tensor]] = {}
-        if self._few_layers:
+        if self._followed is not None:
             places = self._at_full_depth(range(len(parameters)))
             in_one = max(bucket_size_limits) > bucket_bytes_cap  # until they are made anew
             found, _ = _buckets([parameters[i] for i in places], [sys.maxsize] if in_one else self._limits)
@@ -78,14 +78,15 @@ class BucketReducer:
             parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
 
     @property
-    def _few_layers(self) -> bool:
-        return self.layers is not None and bool(self.layers.stacks)
+    def _followed(self) -> LayerRecorder | None:
+        """The layers, where few of them stand for many."""
+        return self.layers if self.layers is not None and self.layers.stacks else None
 
     def _at_full_depth(self, indices: Sequence[int]) -> list[int]:
         """The parameters `indices` in their order; one of a layer that stands for several is there several times."""
-        if self.layers is None:
+        if (layers := self._followed) is None:
             return list(indices)
-        return [indices[place] for place in self.layers.at_full_depth([self._parameters[i] for i in indices])]
+        return [indices[place] for place in layers.at_full_depth([self._parameters[i] for i in indices])]
 
     def _make(self, buckets: Sequence[Sequence[int]]) -> None:
         self._place.clear()
@@ -101,11 +102,11 @@ class BucketReducer:
             largest[flat.dtype] = max(flat, largest.get(flat.dtype, flat), key=torch.numel)
             views |= {i: _shaped(part, self._parameters[i])
                       for i, part in zip(members, flat.split(counts), strict=True) if i not in views}  # fmt: skip
-            if not self._few_layers:
+            if self._followed is None:
                 reduction = _Reduction([flat], len(members))
                 self._place |= {i: (reduction, views[i]) for i in members}
-        if self.layers is not None and self._few_layers:
-            self._reduce_by_layer(self.layers, views, largest)
+        if (layers := self._followed) is not None:
+            self._reduce_by_layer(layers, views, largest)
 
     def _reduce_by_layer(
         self, layers: LayerRecorder, views: Mapping[int, torch.Tensor], largest: Mapping[torch.dtype, torch.Tensor]
