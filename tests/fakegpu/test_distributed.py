@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autofit.fakegpu import fake_gpu
+from autofit.fakegpu.depth.layers import DATA, Tag
+from autofit.fakegpu.depth.stack import Stack
 from autofit.fakegpu.ranks import fake_ranks
 from autofit.fakegpu.specs import HostCosts
 
@@ -234,3 +236,16 @@ def test_the_gradient_of_a_flat_parameter_lies_in_the_pool_of_the_stream_that_ga
         }  # fmt: skip
     assert streams["cat"] == streams["resize_"] != {0}
     assert streams["mm"] == {0}
+
+
+def test_tensors_of_a_model_with_few_layers_stand_for_all_but_those_of_one_layer_for_themselves() -> None:
+    """DDP sends the whole model, FSDP1 a layer at a time."""
+    with fake_gpu("a100-80gb", follow_layers=True) as gpu:
+        assert gpu.layers is not None
+        gpu.layers.stacks.append(Stack(first=1, period=1, units=5, layers=7))
+        tensors = [torch.empty(1) for _ in range(5)]  # outside of layers, then of each layer that was built
+        for layer, tensor in enumerate(tensors[1:]):
+            gpu.layers.lend(tensor, Tag(DATA, 0, layer).encode())
+        assert gpu.layers.at_full_depth(tensors) == [0, 1, 2, 2, 2, 2, 3, 4]
+        assert gpu.layers.at_full_depth(tensors[::-1]) == [0, 1, 2, 2, 2, 2, 3, 4]
+        assert gpu.layers.at_full_depth(tensors[2:3]) == [0]

@@ -284,15 +284,15 @@ class LayerRecorder:
     def at_full_depth(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Places of `tensors` in the order of the full model: those of the middle layers are there more than once.
 
-        The units that were not built come beside the first of those that were.
+        The units that were not built come beside the first of those that were. Tensors of one unit alone, as FSDP1
+        sends a layer's, are those of one unit of the full model too.
         """
-        found: list[int] = []
-        for (stack, unit), group in groupby(
-            range(len(tensors)), key=[self._unit(each) for each in tensors].__getitem__
-        ):
+        units, found = [self._unit(each) for each in tensors], list[int]()
+        seen = set(units)
+        for (stack, unit), group in groupby(range(len(tensors)), key=units.__getitem__):
             places = list(group)
             found += places
-            if unit == 0:
+            if unit == 0 and (stack, 1) in seen:
                 found += places * (self.stacks[stack].units - self.stacks[stack].traced_units)
         return found
 

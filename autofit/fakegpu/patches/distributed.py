@@ -20,8 +20,7 @@ from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.depth.stack import LongerPatternError
 from autofit.fakegpu.known_values import INTEGER_LIMIT, Shadows
-from autofit.fakegpu.memory import SimulatedMemory
-from autofit.fakegpu.patches.cuda_api import always
+from autofit.fakegpu.patches.cuda_api import FakeStream, always
 from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.patches.reducer import BucketReducer, SilentLogger, broadcast_in_flat_buffers
 from autofit.fakegpu.tracer import Tracer
@@ -288,33 +287,30 @@ def flat_gradients(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     def use_views(handle: Any, as_params: bool) -> None:
         views(handle, as_params)
         if gpu.memory.stream and not as_params:
-            setattr(handle, _STREAM, gpu.memory.stream)
+            stream = FakeStream(stream_id=gpu.memory.stream)
+            setattr(handle, _STREAM, stream)
             made = (vars(each).get(called) for called, each, _ in handle.flat_param._param_infos)
-            _computed_in(gpu.memory, gpu.memory.stream, [view.grad_fn for view in made if view is not None])
+            _computed_in(stream, [view.grad_fn for view in made if view is not None])
 
     def use_gradients(handle: Any) -> None:
-        before = gpu.memory.stream
-        gpu.memory.stream = getattr(handle, _STREAM, before)
-        gradients(handle)
-        gpu.memory.stream = before
+        with getattr(handle, _STREAM, nullcontext()):
+            gradients(handle)
 
     yield owner, "_use_unsharded_views", use_views, "a simulated backward knows no streams"
     yield owner, "_use_unsharded_grad_views", use_gradients, "a simulated backward knows no streams"
 
 
-_STREAM = "autofit_stream"  # of a node, in its metadata: a backward uses the views of its forward again
+_STREAM = "autofit_stream"  # of a flat parameter, and in a node's metadata: a backward uses its forward's views again
 
 
-def _computed_in(memory: SimulatedMemory, stream: int, nodes: list[Any]) -> None:
+def _computed_in(stream: FakeStream, nodes: list[Any]) -> None:
     """Let autograd's `nodes`, and those behind them but the leaves', allocate in the pool of `stream`."""
-    before: list[int] = []
 
     def begins(_: object) -> None:
-        before.append(memory.stream)
-        memory.stream = stream
+        stream.__enter__()
 
     def ends(*_: object) -> None:
-        memory.stream = before.pop()
+        stream.__exit__()
 
     while nodes:
         node = nodes.pop()
