@@ -242,10 +242,16 @@ class FakeGpu:
         self._mark_gradients()
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for state in optimizer.state.values():
-            for value in state.values() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    self.memory.mark(value, "optimizer")
+        states = [
+            (parameter, value)
+            for parameter, state in optimizer.state.items()
+            for value in (state.values() if isinstance(state, dict) else ())
+            if isinstance(value, torch.Tensor)
+        ]
+        for _, value in states:
+            self.memory.mark(value, "optimizer")
+        if self.layers is not None:
+            self.layers.own_states(states)
 
     def _mark_gradients(self) -> None:
         for optimizer in self._optimizers:

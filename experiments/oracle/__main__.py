@@ -1,4 +1,4 @@
-"""`cd experiments; python -m oracle FOLDER [--only NAME ...]`, in the environment of `nox -s cuda`."""
+"""`cd experiments; python -m oracle FOLDER`, in the environment of `nox -s cuda`."""
 
 import argparse
 import os
@@ -24,6 +24,8 @@ from gpu.prepare import prepare  # noqa: E402
 from gpu.ranks import of_ranks  # noqa: E402
 from null_gpu.build import CannotBuild, NullGpu, build, h100s  # noqa: E402
 
+from autofit.errors import ConfigError  # noqa: E402
+from oracle.chance import drawn  # noqa: E402
 from oracle.configs import SEVERAL, SINGLE  # noqa: E402
 from oracle.table import table  # noqa: E402
 
@@ -36,17 +38,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m oracle", description=__doc__)
     parser.add_argument("folder", type=Path, help="of models, data and results; a second command goes on there")
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
+    parser.add_argument("--chance", nargs=2, type=int, metavar=("SEED", "COUNT"),
+                        help="instead of those of configs.py: COUNT drawn by chance")  # fmt: skip
     parser.add_argument("--stage", choices=_STAGES, help="that alone (default: one after the other)")
     given = parser.parse_args()
     folder, out = Folder(home=given.folder), given.folder / "results"
     allowance = Allowance.of(_LONG_S, 300)
     if given.stage is None:
-        each_stage(folder, given.only)
+        each_stage(folder, given.only, given.chance or ())
         return
-    single = [one for one in SINGLE if not given.only or one.name in given.only]
-    several = [one for one in SEVERAL if not given.only or one.name in given.only]
+    known = drawn(*given.chance) if given.chance else SINGLE
+    single = [one for one in known if not given.only or one.name in given.only]
+    several = [one for one in (() if given.chance else SEVERAL) if not given.only or one.name in given.only]
     if given.stage == "prepare":
-        prepare(folder, [*single, *(one.config for one in several)])
+        for config in (*single, *(one.config for one in several)):
+            try:
+                prepare(folder, [config])
+            except ConfigError as error:
+                print(f"{config.name} is refused: {error}", flush=True)
     elif given.stage != "table":
         with server(out) as fork_server:
             if given.stage == "predict":
@@ -67,7 +76,7 @@ def main() -> None:
         print(text, end="")
 
 
-def each_stage(folder: Folder, only: Sequence[str]) -> None:
+def each_stage(folder: Folder, only: Sequence[str], chance: Sequence[int]) -> None:
     """Each in a process of its own: the measurement with one card of the null GPU, that of ranks with two."""
     try:
         gpu = NullGpu(libraries=build(folder.home / "null_gpu"), home=folder.home.resolve())
@@ -76,6 +85,7 @@ def each_stage(folder: Folder, only: Sequence[str]) -> None:
     gpu = replace(gpu, libraries=gpu.libraries.resolve())
     for stage in _STAGES:
         command = [sys.executable, "-m", "oracle", str(folder.home), "--stage", stage, "--only", *only]
+        command += ["--chance", *map(str, chance)] if chance else []
         more = {"AUTOFIT_CACHE": str(gpu.home / "cache")}
         if stage in ("measure", "ranks"):
             gpu.has(h100s(4 if stage == "ranks" else 1))

@@ -1,9 +1,11 @@
 """What the oracle compares: the campaign's configurations, and what it lacks of the spaces' values, and two ranks."""
 
-from typing import Any
+from typing import Any, get_args
 
 from gpu.configs import CONFIGS, LORA, generating, samples
 from gpu.ranks import RANKS, Ranks
+
+from autofit.recipe.launch import Sharding
 
 _SMALL, _MIDDLE = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-1.7B"
 _OFF: dict[str, Any] = {"gradient_checkpointing": False}
@@ -156,8 +158,9 @@ _ON_RANKS = (
     samples("hf-full-2", "hf", _SMALL, 1024, (2, 2), "float32 weights under autocast", **_FLOAT32),
     samples("hf-dpo-2", "hf", _SMALL, 512, (2, 1), "DPO with LoRA", objective="dpo", **LORA),
 )
+_SHARDINGS = get_args(Sharding)  # ZeRO where DeepSpeed is installed
 SEVERAL = (
-    *RANKS, *(Ranks(config=one, ranks=2, sharding=kind) for one in _ON_RANKS for kind in ("ddp", "fsdp1", "fsdp2")),
+    *RANKS, *(Ranks(config=one, ranks=2, sharding=kind) for one in _ON_RANKS for kind in _SHARDINGS),
     Ranks(config=generating("grpo-2", _SMALL, 256, 64, _SPLIT, "LoRA", **LORA), ranks=2, sharding="ddp"),
     Ranks(config=generating("grpo-full-2", _SMALL, 256, 32, _SPLIT, "full", beta=0.04), ranks=2, sharding="fsdp2"),
     Ranks(config=samples("sft-4", "sft", _SMALL, 1024, (1, 2), "LoRA", **LORA), ranks=4, sharding="ddp"),

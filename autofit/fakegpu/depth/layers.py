@@ -8,7 +8,7 @@ clipping, release of a cache) the tag follows the data: the result of an operati
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -230,6 +230,17 @@ class LayerRecorder:
         each = self.memory.allocations[index].nbytes // len(tensors)
         if shares := self._of_middle_layers([(self.of(tensor), each) for tensor in tensors]):
             self.shares[index] = shares
+
+    def own_states(self, states: Sequence[tuple[object, torch.Tensor]]) -> None:
+        """Attribute an optimizer's tensors, made from sizes alone (scales of 8 bits), to the layer of their parameter.
+
+        `states`: each (parameter, tensor). What several parameters share (a code table) is of no layer.
+        """
+        times = Counter(id(state) for _, state in states)
+        for parameter, state in states:
+            code = self.of(parameter) if isinstance(parameter, torch.Tensor) else 0
+            if code and times[id(state)] == 1 and not self.of(state):
+                self.give(state, code)
 
     # ------------------------------------------------------------------ several layers in one tensor
     def several(self, weights: Iterable[torch.Tensor]) -> list[int]:

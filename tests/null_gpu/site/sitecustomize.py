@@ -80,6 +80,21 @@ def _of_triton(jit: ModuleType) -> None:
     jit.JITFunction.run = lambda *_, **__: None
 
 
+def _of_zero(zero: ModuleType) -> None:
+    """DeepSpeed reads off the card whether a gradient overflowed, and would leave out the step: none does."""
+    zero.is_invalid_grad_norm = _never(zero.is_invalid_grad_norm)  # type: ignore[attr-defined]
+    for optimizer in [known for name, known in vars(zero).items() if name.startswith("DeepSpeedZeroOptimizer")]:
+        optimizer.has_overflow = _never(optimizer.has_overflow)
+
+
+def _never(asked: Callable[..., object]) -> Callable[..., bool]:
+    def answered(*args: object, **named: object) -> bool:
+        asked(*args, **named)
+        return False
+
+    return answered
+
+
 def _of_torch_with_values(_: ModuleType) -> None:
     import card_values  # type: ignore[import-not-found]
 
@@ -89,7 +104,8 @@ def _of_torch_with_values(_: ModuleType) -> None:
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "torch": _of_torch, "transformers.masking_utils": _of_transformers,
     "transformers.generation.stopping_criteria": _of_criteria, "transformers.generation.utils": _of_generation,
-    "triton.runtime.jit": _of_triton,
+    "triton.runtime.jit": _of_triton, "deepspeed.runtime.zero.stage_1_and_2": _of_zero,
+    "deepspeed.runtime.zero.stage3": _of_zero,
 }  # fmt: skip
 if os.environ.get("NULL_GPU_VALUES") == "1":
     _CHANGES = {"torch": _of_torch_with_values}
