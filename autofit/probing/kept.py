@@ -17,7 +17,7 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 
 _UNREAD = ("output_dir", "run_name", "logging_dir")  # keys of a recipe that no simulated probe depends on
 _KEPT = (ProbeStatus.FIT, ProbeStatus.OOM)
-_ENV = "PYTORCH_"  # variables of the environment that the simulated allocator reads
+_ENV = ("PYTORCH_", "TORCH_CUDNN_")  # variables that the simulated allocator and attention read
 
 
 def kept_answer(request: ProbeRequest) -> dict[str, object] | None:

@@ -86,7 +86,7 @@ def each_stage(folder: Folder, only: Sequence[str], chance: Sequence[int]) -> No
     for stage in _STAGES:
         command = [sys.executable, "-m", "oracle", str(folder.home), "--stage", stage, "--only", *only]
         command += ["--chance", *map(str, chance)] if chance else []
-        more = {"AUTOFIT_CACHE": str(gpu.home / "cache")}
+        more = {"AUTOFIT_CACHE": str(gpu.home / "cache"), "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}  # no cuDNN there
         if stage in ("measure", "ranks"):
             gpu.has(h100s(4 if stage == "ranks" else 1))
             more |= gpu.env(small_values=stage == "ranks")

@@ -150,6 +150,19 @@ def test_patterns_experts_and_rollouts_expand(
     assert_same(short, run_of(deep, marks))
 
 
+def test_memory_taken_at_once_before_a_load_is_that_of_all_layers(tmp_path: Path) -> None:
+    full, few = _config("llama"), _config("llama")
+    shrink(few)
+    AutoModelForCausalLM.from_config(full, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    most = []
+    for config in (few, full):
+        options = {"config": config, "dtype": torch.bfloat16, "device_map": {"": 0}}
+        gpu, _ = followed(lambda: AutoModelForCausalLM.from_pretrained(tmp_path, **options))  # noqa: B023
+        most.append(max(gpu.memory.log.nbytes))
+    weights = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(full).parameters())
+    assert most == [2 * weights] * 2
+
+
 def test_scales_of_a_paged_optimizer_made_from_sizes_alone_are_of_their_layers() -> None:
     paged = pytest.importorskip("bitsandbytes").optim.PagedAdamW8bit
     config = _config("llama", hidden_size=512, intermediate_size=512, num_attention_heads=8, num_key_value_heads=8)

@@ -49,6 +49,11 @@ def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
         assert _run("a100-40gb") == "efficient"
 
 
+def test_cudnn_can_be_put_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert _run("h100") == "flash"
+
+
 def test_a_name_imported_before_the_block_keeps_working_after_it() -> None:
     q = torch.randn(1, 1, 4, 8)
     with fake_gpu("a100-40gb"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -106,8 +107,9 @@ class Attention:
             "cudnn": torch._C._get_cudnn_sdp_enabled() and self._cudnn_can(query, key, value, mask, gqa),
             "math": True,
         }  # fmt: skip
-        # check_prefer_cudnn_attention: cuDNN comes first on sm90 and sm100
-        order: tuple[Kernel, ...] = ("cudnn", *_PRIORITY) if self.capability in ((9, 0), (10, 0)) else _PRIORITY
+        # check_prefer_cudnn_attention: cuDNN comes first on sm90 and sm100, unless the user has put it last
+        first = self.capability in ((9, 0), (10, 0)) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+        order: tuple[Kernel, ...] = ("cudnn", *_PRIORITY) if first else _PRIORITY
         return next(kernel for kernel in order if usable[kernel])
 
     def _flash_can(

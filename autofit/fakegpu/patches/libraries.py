@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -294,6 +294,27 @@ def _holds_fake(value: object, depth: int = 4) -> bool:
 _NOTE = (
     "{} were asked for and not simulated: the layers ran without them, which needs at least as many bytes and seconds"
 )
+
+
+def whole_models(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """transformers takes memory for all weights at once before it loads them: for those of all layers, not of few."""
+    layers = gpu.layers
+    if layers is None or not hasattr(module, "get_total_byte_count"):
+        return
+    original = cast("Callable[..., dict[object, int]]", untouched(module.get_total_byte_count))
+
+    def total(model: Any, devices: Mapping[str, object], *args: object) -> Mapping[object, int]:
+        found = original(model, devices, *args)
+        deep: dict[float, dict[str, object]] = {}
+        for name, device in devices.items():
+            growth = layers.growth_of(layers.of(model.get_parameter_or_buffer(name)))
+            deep.setdefault(growth - 1, {})[name] = device
+        for more, names in deep.items():
+            for device, nbytes in original(model, names, *args).items() if more else ():
+                found[device] += round(nbytes * more)
+        return found
+
+    yield module, "get_total_byte_count", total, "the model that is traced has few layers"
 
 
 def liger(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:

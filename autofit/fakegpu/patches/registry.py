@@ -253,7 +253,7 @@ def _both(*patches: _Patches) -> _Patches:
 _LIBRARIES: dict[str, _Patches] = {
     "transformers.utils.import_utils": libraries.transformers_tracing,
     "transformers.modeling_utils": _both(
-        libraries.save_pretrained, attention.transformers_models, libraries.of_the_hub
+        libraries.save_pretrained, attention.transformers_models, libraries.of_the_hub, libraries.whole_models
     ),
     "transformers.integrations.liger": libraries.liger,
     "transformers.trainer": same_calls.transformers_training,
