@@ -35,22 +35,27 @@ class AutofitError(Exception):
 
     def told(self, named: "Callable[[Option], str]") -> str:
         """The text, with each option as `named` says it."""
-        return _MARKED.sub(lambda found: named(Option(*found.groups())), self.marked)
+        return told(self.marked, named)
 
 
 class Option(NamedTuple):
-    """An option of the command line in the text of an error: `--gpu NAME`."""
+    """An option of the command line in the text of an error or a result: `--gpu NAME`, or TRIAL, which has no dashes."""
 
     name: str
     value: str
 
     def __str__(self) -> str:
-        return f"--{self.name} {self.value}".rstrip()
+        return "TRIAL" if self.name == "trial" else f"--{self.name} {self.value}".rstrip()
 
 
 def option(name: str, value: str = "") -> str:
-    """An option, with a value or the word for one, for the text of an error: marked for who reads it."""
+    """An option, with a value or the word for one, for the text of an error or a result: marked for who reads it."""
     return f"\x02{name}={value}\x03"
+
+
+def told(text: str, named: Callable[[Option], str]) -> str:
+    """`text`, with each of its marked options as `named` says it."""
+    return _MARKED.sub(lambda found: named(Option(*found.groups())), text)
 
 
 class ConfigError(AutofitError, ValueError):

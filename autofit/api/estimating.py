@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
-from autofit.api.arguments import named_as_arguments, seconds, seconds_or_none, size
+from autofit.api.arguments import as_argument, named_as_arguments, seconds, seconds_or_none, size
 from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import (
     Given,
@@ -19,7 +19,7 @@ from autofit.api.reading import (
     source_of,
 )
 from autofit.api.tables import Shown
-from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one
+from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
 from autofit.files import Scratch
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
@@ -70,6 +70,15 @@ class Predicted(Shown):
         """Whether Ctrl-C ended the search for advice: what was found before is here."""
         return self.advice is not None and self.advice.ending is Ending.INTERRUPT
 
+    @property
+    def advised(self) -> list[str]:
+        """What to change, a line each, as Python names arguments; [] where nothing was looked for, or is needed."""
+        return [told(line, as_argument) for line in self.advice_parts()]
+
+    def advice_parts(self) -> list[str]:
+        """The lines of the advice, as in `parts`."""
+        raise NotImplementedError
+
 
 class Estimate(Predicted):
     """What a simulated card says of one config. `str` of it is a table of phases by category and what dominates."""
@@ -118,16 +127,15 @@ class Estimate(Predicted):
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
-        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advised]
+        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advice_parts()]
 
     @property
     def of_typical(self) -> list[str]:
         """The lines of the typical step and of the whole run; [] where the lengths are not known."""
         return [] if self.typical is None else self.typical.lines
 
-    @property
-    def advised(self) -> list[str]:
-        """The lines of the advice; [] without any."""
+    def advice_parts(self) -> list[str]:
+        """What would make it fit, or faster."""
         advice = self.advice
         return [] if advice is None else advice_lines(advice, self.recipe, self.result, self.capacity_bytes)
 
@@ -156,7 +164,7 @@ class Asked:
         if self.lengths == OFF or longest_tokens(made.recipe) is None:
             if self.lengths not in (None, OFF):
                 name = made.recipe.trainer
-                tell(Event(label="note", text=f"--lengths is not used: it is not known how {name} pads by length"))
+                tell(Event(label="note", text=f"the given lengths are not used: it is not known how {name} pads by length"))
             return None
         lengths = own_lengths(made) if self.lengths is None else read_lengths(self.lengths)
         if lengths is None:
