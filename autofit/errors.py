@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MOST_OF_A_LINE = 600  # characters of an error: what autofit says itself is shorter
 _MARKED = re.compile("\x02([a-z_-]+)=(.*?)\x03")  # an option in the text of an error
@@ -39,7 +39,7 @@ class AutofitError(Exception):
 
 
 class Option(NamedTuple):
-    """An option of the command line in the text of an error or a result: `--gpu NAME`, or TRIAL, which has no dashes."""
+    """An option of the command line in the text of an error or a result: `--gpu NAME`; TRIAL has no dashes."""
 
     name: str
     value: str
@@ -61,11 +61,20 @@ def told(text: str, named: Callable[[Option], str]) -> str:
 class ConfigError(AutofitError, ValueError):
     """The user's input (recipe, space, option, path) cannot be used as it is."""
 
+    def within(self, what: str) -> Self:
+        """The same error of `what`, as a recipe's file."""
+        return type(self)(f"{what}: {self.marked}")
+
 
 class UnknownKeyError(ConfigError):
     """A key is none that is taken there. `keys` are those of a file, where the one who raises it knows them."""
 
     keys: tuple[str, ...] = ()
+
+    def within(self, what: str) -> Self:
+        named = super().within(what)
+        named.keys = self.keys
+        return named
 
 
 class Cancelled(AutofitError):

@@ -32,7 +32,7 @@ from autofit.hardware.hardware import Device, about_choice, card_needs, choose_d
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
-from autofit.recipe.as_of import Then, read_libraries, then_of
+from autofit.recipe.as_of import Then, read_libraries, then_of, without_proposal
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
@@ -164,7 +164,11 @@ class Asked:
         if self.lengths == OFF or longest_tokens(made.recipe) is None:
             if self.lengths not in (None, OFF):
                 name = made.recipe.trainer
-                tell(Event(label="note", text=f"the given lengths are not used: it is not known how {name} pads by length"))
+                tell(
+                    Event(
+                        label="note", text=f"the given lengths are not used: it is not known how {name} pads by length"
+                    )
+                )
             return None
         lengths = own_lengths(made) if self.lengths is None else read_lengths(self.lengths)
         if lengths is None:
@@ -206,6 +210,8 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
                     say=lambda text: tell(Event(text=text)),
                 )  # fmt: skip
             stated.check()
+            if asked.as_of is not None:
+                stated = without_proposal(stated)
             where = describe_device(device, capacity, stated.launch.cards)
             tell(Event(text=f"{stated.model} on {where}", read=True))
             if not stated.launch.is_plain:

@@ -130,7 +130,8 @@ def machines_of(launch: Launch, executor: Executor) -> int:
     asked = executor.nodes
     if launch.machines > 1:
         raise ConfigError(
-            f"the recipe trains on {launch.machines} machines (num_machines), and {option('nodes')} is {asked}; leave it out"
+            f"the recipe trains on {launch.machines} machines (num_machines), and {option('nodes')} is {asked}; leave "
+            "it out"
         )
     if launch.ranks % asked:
         works = ", ".join(str(n) for n in sorted(divisors(launch.ranks)))
