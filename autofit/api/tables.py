@@ -177,7 +177,7 @@ def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | N
     if not known:
         return None
     table = Folding(title=f"One knob of trial {number} changed by one step")
-    for name in ("knob", "from -> to", "tier"):
+    for name in ("knob", "change", "tier"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "step"):
         table.add_column(name, justify="right", no_wrap=True)
