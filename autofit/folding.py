@@ -31,7 +31,7 @@ class Folding(Table):
 
     @property
     def _frame(self) -> int:
-        """Columns of a terminal beside the texts: a line and the blanks at each column of the table, and a last line."""
+        """Columns of a terminal beside the texts: a line and the blanks at each column, and a last line."""
         _, right, _, left = self.padding
         return (left + 1 + right) * len(self.columns) + 1
 
