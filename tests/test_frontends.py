@@ -351,6 +351,11 @@ def test_what_lies_on_another_machine_is_not_wrong_in_a_command(capsys: pytest.C
     assert "the nearest valid one is 'learning_rate'" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_variable_of_a_script_of_ms_swift_says_nothing_of_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("LENGTH=512\nswift sft --model Qwen/Qwen2.5-0.5B --max_length $LENGTH\n")
+    assert "up to 512 tokens" in str(autofit.explain(tmp_path / "run.sh"))
+
+
 def test_what_axolotl_does_not_take_is_told_together() -> None:
     values = {
         "base_model": "m", "micro_batch_size": -1, "learning_rate": "abc", "adapter": "qlora", "lora_r": "x",
