@@ -428,7 +428,8 @@ def test_explain_says_that_a_file_is_missing_and_not_that_its_options_are_no_tra
 
 
 def test_explain_loads_no_torch() -> None:
-    code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'optuna'} & set(sys.modules)"
+    code = "import sys; from autofit.cli import main; assert main(['explain', 'trl sft --model_name_or_path m']) == 0; "
+    code += "assert not {'torch', 'transformers', 'optuna', 'trl'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
