@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 MOST_OF_A_LINE = 600  # characters of an error: what autofit says itself is shorter
 _MARKED = re.compile("\x02([a-z_-]+)=(.*?)\x03")  # an option in the text of an error
@@ -35,32 +35,46 @@ class AutofitError(Exception):
 
     def told(self, named: "Callable[[Option], str]") -> str:
         """The text, with each option as `named` says it."""
-        return _MARKED.sub(lambda found: named(Option(*found.groups())), self.marked)
+        return told(self.marked, named)
 
 
 class Option(NamedTuple):
-    """An option of the command line in the text of an error: `--gpu NAME`."""
+    """An option of the command line in the text of an error or a result: `--gpu NAME`; TRIAL has no dashes."""
 
     name: str
     value: str
 
     def __str__(self) -> str:
-        return f"--{self.name} {self.value}".rstrip()
+        return "TRIAL" if self.name == "trial" else f"--{self.name} {self.value}".rstrip()
 
 
 def option(name: str, value: str = "") -> str:
-    """An option, with a value or the word for one, for the text of an error: marked for who reads it."""
+    """An option, with a value or the word for one, for the text of an error or a result: marked for who reads it."""
     return f"\x02{name}={value}\x03"
+
+
+def told(text: str, named: Callable[[Option], str]) -> str:
+    """`text`, with each of its marked options as `named` says it."""
+    return _MARKED.sub(lambda found: named(Option(*found.groups())), text)
 
 
 class ConfigError(AutofitError, ValueError):
     """The user's input (recipe, space, option, path) cannot be used as it is."""
+
+    def within(self, what: str) -> Self:
+        """The same error of `what`, as a recipe's file."""
+        return type(self)(f"{what}: {self.marked}")
 
 
 class UnknownKeyError(ConfigError):
     """A key is none that is taken there. `keys` are those of a file, where the one who raises it knows them."""
 
     keys: tuple[str, ...] = ()
+
+    def within(self, what: str) -> Self:
+        named = super().within(what)
+        named.keys = self.keys
+        return named
 
 
 class Cancelled(AutofitError):

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from autofit.lines import wrapped
 
-_FRAME = 3  # columns of a terminal beside each column of a table: a line and two blanks
 _NONE = "-"
 _SHORT = 24  # characters of a text that stands among others in a line
 
@@ -32,7 +31,9 @@ class Folding(Table):
 
     @property
     def _frame(self) -> int:
-        return _FRAME * len(self.columns) + 1
+        """Columns of a terminal beside the texts: a line and the blanks at each column, and a last line."""
+        _, right, _, left = self.padding
+        return (left + 1 + right) * len(self.columns) + 1
 
     def _set_widths(self, width: int) -> None:
         """Widths that break no word, which rich by itself does not heed; the rest goes where lines are longest."""

@@ -230,6 +230,8 @@ def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:
     with pytest.raises(FrozenInstanceError):
         found.winner.number = 5  # type: ignore[misc]
     assert (found.winner.number, found.winner.speedup, found.winner.fits) == (1, 2.0, True)
+    said = "trial 1 [neutral] run_name=<script>&[red]: fit, 8.0 MB, 1.00 s a step, 2.00x"
+    assert str(found.winner) == repr(found.winner) == said
     assert "1 *" in str(found)
     assert "<script>&[red]" in str(found)
     assert "1 < 2 [b]." in str(found)

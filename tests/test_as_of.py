@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from recipes import grpo_recipe, trl_facts
 
 from autofit.errors import ConfigError
 from autofit.forecast.advice_text import then_lines
-from autofit.plugin.protocol import UPDATE
+from autofit.plugin.protocol import UPDATE, Inspection, WorstCase
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
-from autofit.recipe.as_of import UPGRADE, bytes_a_logit, read_libraries, then_of
+from autofit.recipe.as_of import UPGRADE, bytes_a_logit, read_libraries, then_of, without_proposal
 from autofit.recipe.recipe import Recipe
+from autofit.trainers.older import modern
 
 GB = 10**9
 ROWS, TOKENS, VOCABULARY = 2, 64, 2**16
@@ -33,6 +35,14 @@ def test_libraries_are_names_and_versions() -> None:
     for wrong in ("0.14", "trl", "trl new", "torch 2.1", "", "trl 0.14 0.15", "tlr 0.14"):
         with pytest.raises(ConfigError, match="--as-of"):
             read_libraries(wrong)
+
+
+def test_whoever_named_older_libraries_is_not_told_that_they_can_be_named() -> None:
+    inspection = Inspection(device="sim:a10g", worst_case=WorstCase(path=Path()), prompt_tokens=None)
+    (note,) = modern({"torch_dtype": "bfloat16"}, ["dtype"], inspection).notes
+    assert "--as-of" in note
+    (left,) = without_proposal(replace(grpo_recipe(), notes=(note,))).notes
+    assert left.endswith("torch_dtype as dtype; their defaults may differ")
 
 
 def test_full_logits_were_held_until_the_version_that_tiles_them() -> None:

@@ -19,7 +19,7 @@ from autofit.api.checking import Check
 from autofit.api.events import Event
 from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, told
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import advice_lines
@@ -159,7 +159,7 @@ def test_an_end_before_the_last_change_is_told_with_what_was_found() -> None:
     over = result(CARD.capacity_bytes + GB)
     late, stopped = (check(over, Advice(changes=(MEND,), ending=ending)) for ending in Ending)
     assert late.advised[0] == stopped.advised[0] == "set gradient_checkpointing=true (neutral): 18.20 GB, 4.00 s a step"
-    assert "--advice-time" in late.advised[1]
+    assert "(advice_time)" in late.advised[1]
     assert not late.interrupted
     assert stopped.interrupted
     assert stopped.to_dict()["advice_ended_by"] == "interrupt"
@@ -174,12 +174,18 @@ def test_gaps_are_named_where_the_live_tensors_alone_would_fit() -> None:
     assert len(check(replace(over, least_capacity_bytes=None)).parts()) == 1
 
 
-def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little() -> None:
+def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     none = Advice(ending=Ending.TIME)
-    said = "no change was simulated to its end in the time for advice; give more, such as --advice-time 2m"
+    said = "no change was simulated to its end in the time for advice; give more, such as advice_time='2m'"
     over = result(CARD.capacity_bytes + GB)
     assert check(over, none).advised == [said]
-    assert advice_lines(none, grpo_recipe(), over, CARD.capacity_bytes) == [f"{said}."]
+    assert ended(check(over, none), as_json=False) == 1
+    typed = said.replace("advice_time='2m'", "--advice-time 2m")
+    assert capsys.readouterr().out == f"{typed}\n", "a command has its own names"
+    (line,) = advice_lines(none, grpo_recipe(), over, CARD.capacity_bytes)
+    assert told(line, str) == f"{typed}."
     assert check(over, replace(none, closest=MEND)).advised[0] == "no change was found"
 
 

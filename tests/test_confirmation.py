@@ -22,6 +22,7 @@ from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeSta
 from autofit.promotion.promotion import choose
 from autofit.tracking.runs import client, experiment_id
 from autofit.tracking.study_mirror import sync
+from autofit.tuning import confirmation
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Rule, Trial, pareto_front, winner
 from autofit.tuning.record import keep_confirmation
@@ -89,6 +90,30 @@ def test_the_winner_is_probed_longer_under_the_same_cap_and_only_once(
     assert f"trial {best.number} is confirmed" in confirmation_note(trials, RULE)
     _, said = confirmed(folder, monkeypatch)
     assert said == []
+
+
+class Slow(AtOnce):
+    """Has no answer the first time that it is asked for one."""
+
+    poll_s = 0.0
+
+    def result(self, folder: Path) -> ProbeResult | None:
+        asked = folder / "asked"
+        if asked.exists():
+            return super().result(folder)
+        asked.touch()
+        return None
+
+
+def test_a_confirmation_that_takes_long_says_what_is_probed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirmation, "_EVERY_S", 0.0)
+    monkeypatch.setenv("UNSTEADY", "{}")
+    best, wanted, said = ranked(folder)[0], plan(folder, 8), list[str]()
+    confirm(wanted, open_study(wanted), server_socket=None, launcher=Slow(lawful.unsteady), say=said.append)
+    waits = [line.partition(", for ")[0] for line in said if line.startswith("still")]
+    assert waits[:2] == [
+        "still probing the recipe as it is for pair 1", f"still probing trial {best.number} for pair 1"
+    ]  # fmt: skip
 
 
 def test_a_finalist_that_falls_gives_way_to_the_next_and_the_output_says_so(

@@ -139,6 +139,16 @@ def test_a_narrow_table_comes_before_blocks() -> None:
     assert "card h100" in lines_of(wide, 10)
 
 
+@pytest.mark.parametrize("padding", [(0, 1), (0, 1, 0, 0)])
+def test_a_table_takes_the_columns_that_its_frame_leaves(padding: tuple[int, ...]) -> None:
+    table = Folding(title="cards", padding=padding)
+    for name in ("card", "with"):
+        table.add_column(name)
+    table.add_row("h100", "the recipe as it is")
+    width = next(width for width in range(20, 60) if len(lines_of(table, width)) == 6)
+    assert len(lines_of(table, width)[1]) == width, "no blank is left beside a line that was broken in two"
+
+
 def test_a_sentence_is_wrapped_between_words_and_its_options_stay_a_command() -> None:
     line = (
         "  dtype None -> bfloat16 (approximate): 8.35 s a step, 24.56 GB   --set dtype=bfloat16 --set optim=adamw_8bit"

@@ -11,6 +11,7 @@ from search_driver import plan
 from test_front_plot import law, legend
 from test_frontier import GB, trial
 
+from autofit.api.arguments import named_as_arguments
 from autofit.api.results import read_result
 from autofit.cluster.executor import LOCAL
 from autofit.errors import ConfigError, EnvironmentFault
@@ -79,6 +80,10 @@ def test_a_trial_is_named_by_its_number_or_as_the_best_or_the_leanest() -> None:
     assert [choose(trials, name, SPEED).number for name in ("best", "leanest", "3")] == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"must be `best`, `leanest` or the number .* got 'leannest'; .*leanest"):
         choose(trials, "leannest", SPEED)
+    with pytest.raises(ConfigError, match=r"^TRIAL must be"):
+        choose(trials, "7", SPEED)
+    with pytest.raises(ConfigError, match=r"^trial must be"), named_as_arguments():
+        choose(trials, "7", SPEED)
     with pytest.raises(ConfigError, match="no leanest trial: no trial fits yet"):
         choose([], "leanest", SPEED)
 

@@ -1,6 +1,7 @@
 """The picture of a front: what it names, and what is in it and what is not."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ def test_it_names_the_winner_the_baseline_the_card_the_model_and_whether_it_was_
     assert axes.get_ylabel() == "device-used (GB)"
     assert axes.get_ylim()[1] > 40
     assert legend(figure) == {"probed, fits", "Pareto front", "target 40.00 GB"}
+
+
+def test_a_number_stands_at_its_dot() -> None:
+    figure = front_figure(FrontPicture(trials=[BASE, FAST, LEAN], **FRONT))  # type: ignore[arg-type]
+    (number,) = [text for text in figure.axes[0].texts if text.get_text() == "2"]
+    assert math.hypot(*number.xyann) < 6, "1/72 inch"  # type: ignore[attr-defined]
 
 
 def test_the_legend_has_only_what_is_drawn() -> None:

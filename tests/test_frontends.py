@@ -16,7 +16,7 @@ import yaml
 import autofit
 from autofit.cli import main
 from autofit.errors import MOST_OF_A_LINE, ConfigError
-from autofit.frontends import command, llama_factory, tools, verl, verl_recipe, verl_rules
+from autofit.frontends import axolotl, command, llama_factory, tools, verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain, refusal
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of
 from autofit.plugin.registry import trainer_for
@@ -324,6 +324,51 @@ def test_explain_takes_a_command_as_words_and_changes_of_its_file(
     assert ("ZeRO-2" in out) == (words[0] == "run.sh" and "deepspeed=null" not in words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trl sft --model_name_or_path m --learning_rate abc --per_device_train_batch_size -1"],
+        ["swift sft --model m --learning_rate abc --per_device_train_batch_size -1"],
+        ["open-r1.yaml"],
+    ],
+)
+def test_explain_ends_with_1_for_values_that_the_tool_does_not_take_and_names_each(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = {"learning_rate": "abc", "per_device_train_batch_size": -1}
+    Path("open-r1.yaml").write_text(yaml.safe_dump({"model_name_or_path": "m", "benchmarks": [], **wrong}))
+    assert main(["explain", *words]) == 1
+    (error,) = [line for line in capsys.readouterr().out.splitlines() if "error: " in line]
+    assert "learning_rate must be a number; got" in error
+    assert re.search(r"per_device_train_batch_size must be .*1 or more; got -1", error)
+
+
+def test_what_lies_on_another_machine_is_not_wrong_in_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "trl sft --model_name_or_path /no/such/model --dataset_name /no/such/data.json"
+    assert main(["explain", words]) == 0
+    assert main(["explain", words, "--set", "learnin_rate=3"]) == 2
+    assert "the nearest valid one is 'learning_rate'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_variable_of_a_script_of_ms_swift_says_nothing_of_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("LENGTH=512\nswift sft --model Qwen/Qwen2.5-0.5B --max_length $LENGTH\n")
+    assert "up to 512 tokens" in str(autofit.explain(tmp_path / "run.sh"))
+
+
+def test_what_axolotl_does_not_take_is_told_together() -> None:
+    values = {
+        "base_model": "m", "micro_batch_size": -1, "learning_rate": "abc", "adapter": "qlora", "lora_r": "x",
+        "bf16": "maybe", "plugins": ["axolotl.integrations.no.Such"],
+    }  # fmt: skip
+    wrong = ("datasets is missing", "at least two of", "micro_batch_size must", "bf16 must", "lora_r must",
+             "qlora needs load_in_4bit", "plugins: ")  # fmt: skip
+    with pytest.raises(ConfigError) as raised:
+        axolotl.recipe(values, folder=Path())
+    assert [said for said in wrong if said not in str(raised.value)] == []
+    assert "lora_r is missing" not in str(raised.value)
+
+
 @pytest.mark.parametrize("values", [SWIFT, {"do_train": True, "template": "qwen", **LLAMA}])
 def test_a_change_that_the_tool_does_not_know_is_no_explanation(
     values: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -375,10 +420,16 @@ def test_explain_says_that_a_file_is_missing_and_not_that_its_options_are_no_tra
     for words, said in wrong.items():
         assert main(["explain", *words.split()]) == 2
         assert said in capsys.readouterr().err
+    for name in ("my run.yaml", "my run.sh"):
+        assert main(["explain", name]) == 2
+        err = capsys.readouterr().err
+        assert name in err
+        assert re.search("does not exist|No such file", err)
 
 
 def test_explain_loads_no_torch() -> None:
-    code = "import sys, autofit.frontends.reading; assert not {'torch', 'transformers', 'optuna'} & set(sys.modules)"
+    code = "import sys; from autofit.cli import main; assert main(['explain', 'trl sft --model_name_or_path m']) == 0; "
+    code += "assert not {'torch', 'transformers', 'optuna', 'trl'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -109,6 +109,7 @@ def test_a_row_has_the_batch_of_its_ranks_and_the_table_shows_another_micro_batc
     assert batches == [(5, 6), (5, 3), (3, 2)]
     assert [dict(row.changes) for row in found] == [{}, {}, {}]
     text = " ".join(str(CardAdvice(recipe=made, offers=found, prices=PRICES)).split())
+    assert "prices has your own." in text, "a Python user has no --prices"
     assert "per_device_train_batch_size 5 -> 3, gradient_accumulation_steps 6 -> 2 (neutral)" in text
     assert text.count("the recipe as it is │") == 2
 

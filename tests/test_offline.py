@@ -2,16 +2,21 @@
 
 import json
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import tiny
 import yaml
+from huggingface_hub import constants
 from recipes import inspect
 from transformers import AutoConfig, AutoTokenizer
 
 from autofit.errors import ConfigError
+from autofit.plugin import models
 from autofit.recipe import catalogue
 from autofit.trainers import offline
 from autofit.trainers.offline import read_config, stand_in_model
@@ -22,8 +27,6 @@ SIM = "sim:a100-40gb"
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
@@ -247,3 +250,16 @@ def test_four_bits_need_a_linear_layer(tiny_recipe: Path) -> None:
         model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=0, vocab_size=9))
     with pytest.raises(ConfigError, match="load_in_4bit quantises linear layers, but GPT2LMHeadModel has none"):
         check_model(model, config)
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, offline_now = threading.Event(), list[bool]()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(models, "_REACHED_S", 0.05)
+    monkeypatch.setattr(models, "go_offline", lambda: offline_now.append(True))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answer.wait(30) and [])
+    before = time.monotonic()
+    models.go_offline_without_a_hub()
+    answer.set()
+    assert offline_now == [True]
+    assert time.monotonic() - before < 10

@@ -19,7 +19,7 @@ from autofit.recipe import catalogue
 from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
 from autofit.scripts.code import code_of
 from autofit.scripts.data import Columns, MadeUp, stood_in
-from autofit.scripts.packages import _INSTALLS, idle
+from autofit.scripts.packages import _INSTALLS, _REACHES, idle
 from autofit.scripts.running import Script, fit_script
 
 SCRIPT = """
@@ -65,6 +65,10 @@ def test_the_command_says_a_script_that_does_not_fit(script: Path, capsys: pytes
     [
         ("import socket\nsocket.create_connection(('example.org', 80))", "wanted to reach example.org, and sees no"),
         ("raise ValueError('my own')", "failed before its first step: ValueError: my own .*train.py:1"),
+        (
+            "import subprocess\nsubprocess.run(['git', 'clone', 'https://example.org/a.git'], check=True)",
+            "CalledProcessError: Command '.'git', 'clone', .* wanted to reach example.org, and sees no network",
+        ),
         ("import torch\nimport no_such.part", "imports no_such, which is not installed here .*pip install no_such"),
         ("open('data/mine.bin', 'rb')", "reads 'data/mine.bin', which is not there .*train.py:1.; make it first"),
         ("import sys\nsys.exit(3)", "exit code 3 before its first step"),
@@ -148,6 +152,30 @@ def test_a_script_that_installs_packages_installs_none_and_a_note_names_each_com
     notes = [note for note in fit_script(Script(path=path), gpu="l4").found.notes if "installs nothing" in note]
     assert len(notes) == 4
     assert notes[0] == "'pip install -q autofit-is-not-there' was not run: fit-check installs nothing"
+
+
+FETCHES = """
+import os, subprocess, torch
+assert os.system("wget -q http://example.org/a.json") != 0
+assert subprocess.run("cd . && /usr/bin/git -c a=b clone git@example.org:a/b.git", shell=True).returncode == 1
+assert subprocess.run(["echo", "curl ", "x"]).returncode == 0
+torch.ones(2, device="cuda")
+"""
+
+
+def test_a_command_of_a_script_that_fetches_is_not_run_and_a_note_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "fetches.py"
+    path.write_text(FETCHES)
+    notes = [note for note in fit_script(Script(path=path), gpu="l4").found.notes if "no network" in note]
+    assert notes == [
+        "'wget -q http://example.org/a.json' was not run: a script sees no network here",
+        "'cd . && /usr/bin/git -c a=b clone git@example.org:a/b.git' was not run: a script sees no network here",
+    ]
+
+
+@pytest.mark.parametrize("command", ["git status", "git commit -m 'curl x'", "python curl.py", "ls curl /wget "])
+def test_a_command_that_stays_on_this_machine_is_run(command: str) -> None:
+    assert _REACHES.search(command) is None
 
 
 @pytest.mark.parametrize("command", ["python pip_install.py", "uv run train.py --add 3", "echo upgrade pip"])

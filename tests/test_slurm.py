@@ -12,6 +12,7 @@ from slurm_cluster import Cluster
 from autofit.cluster import slurm as slurm_module
 from autofit.cluster.executor import executor_of
 from autofit.cluster.slurm import Queue, cancel, submit
+from autofit.errors import EnvironmentFault
 
 
 def _say(argument: str) -> None:
@@ -59,6 +60,21 @@ def test_more_jobs_than_a_site_allows_in_one_array_are_several(
     monkeypatch.setattr(slurm_module, "_call", lambda command, needed: told)
     assert [len(part) for part in slurm_module._arrays("abcde")] == sizes
     assert slurm_module._arrays("a") == ["a"]
+
+
+def test_a_partition_that_is_not_there_is_told_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {"sbatch": "echo 'sbatch: error: Invalid partition name specified' >&2; exit 1", "srun": "exit 1",
+             "sinfo": "printf 'main|1:00:00\nurgent|infinite\n'"}  # fmt: skip
+    for name, line in lines.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for asked, told in (("gpu", " specified; there is no partition gpu, but main, urgent"), ("main", " specified")):
+        executor = executor_of({"kind": "slurm", "partition": asked, "time": "1h"})
+        with pytest.raises(EnvironmentFault, match=f"Invalid partition name{told}$"):
+            submit(executor, tmp_path / "jobs", _say, ["x"], name="x")
 
 
 def test_a_job_of_two_nodes_runs_on_each(slurm: Cluster, tmp_path: Path) -> None:

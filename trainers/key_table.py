@@ -144,7 +144,9 @@ class KeyTable:
             strange = not all(map(self._instead, unknown))
             guessed = strange and self.trainer == TRAINERS[0] and not any(key in TAKEN_BY for key in values)
             other = f"; no key says another trainer than {self.trainer}: {option('trainer')} does" if guessed else ""
-            raise UnknownKeyError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}{other}")
+            error = UnknownKeyError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}{other}")
+            error.keys = tuple(unknown)
+            raise error
         if wrong := [*self._wrong_kinds(values), *self._wrong_values(values)]:
             raise ConfigError("; ".join(wrong))
 

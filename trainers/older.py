@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS, Inspection
+from autofit.recipe.as_of import PROPOSAL
 
 from .names import installed, renamed
 
@@ -92,8 +93,8 @@ def modern(values: Mapping[str, object], known: Collection[str], inspection: Ins
     if said:
         old = ", ".join(said)
         notes.insert(
-            0, f"keys of older libraries were read by their names in {installed()}: {old}; their defaults may differ, "
-            'and older ones may hold more: see `autofit estimate --as-of "trl 0.15"`',
+            0, f"keys of older libraries were read by their names in {installed()}: {old}; their defaults may differ"
+            f"{PROPOSAL}",
         )  # fmt: skip
     if dropped:
         notes.append(f"keys of older libraries without an effect here were left out: {', '.join(dropped)}")

@@ -241,7 +241,7 @@ class CardAdvice(Shown):
             "Every row is the recipe as it is, or with the mildest change that fits; host RAM is what the tensors of "
             "all ranks of a machine need to load, train and save, without Python and its libraries; "
             f"`autofit search` finds the fastest config of one card. Prices: on-demand lists{span}; "
-            "--prices FILE has your own."
+            f"{option('prices', 'FILE')} has your own."
         )
 
 

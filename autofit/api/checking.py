@@ -72,7 +72,7 @@ class Check(Predicted):
         """The line, what decides where it is tight, why the weights take so much, and what to change."""
         older = then_lines(self.then, self.result, self.capacity_bytes)
         care = care_lines(self.result, self.recipe, self.capacity_bytes)
-        return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advised]
+        return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advice_parts()]
 
     @property
     def of_typical(self) -> list[str]:
@@ -109,8 +109,7 @@ class Check(Predicted):
         around = "" if interval is None else f" ({format_seconds(interval[0])} to {format_seconds(interval[1])})"
         return f"; a step takes {format_seconds(step_s)}{around}"
 
-    @property
-    def advised(self) -> list[str]:
+    def advice_parts(self) -> list[str]:
         """What to change, a line each; [] where it fits, or nothing was looked for."""
         if self.advice is None:
             return []

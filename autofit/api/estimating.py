@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
-from autofit.api.arguments import named_as_arguments, seconds, seconds_or_none, size
+from autofit.api.arguments import as_argument, named_as_arguments, seconds, seconds_or_none, size
 from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import (
     Given,
@@ -19,7 +19,7 @@ from autofit.api.reading import (
     source_of,
 )
 from autofit.api.tables import Shown
-from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one
+from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
 from autofit.files import Scratch
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
@@ -32,7 +32,7 @@ from autofit.hardware.hardware import Device, about_choice, card_needs, choose_d
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
-from autofit.recipe.as_of import Then, read_libraries, then_of
+from autofit.recipe.as_of import Then, read_libraries, then_of, without_proposal
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
@@ -69,6 +69,15 @@ class Predicted(Shown):
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the search for advice: what was found before is here."""
         return self.advice is not None and self.advice.ending is Ending.INTERRUPT
+
+    @property
+    def advised(self) -> list[str]:
+        """What to change, a line each, as Python names arguments; [] where nothing was looked for, or is needed."""
+        return [told(line, as_argument) for line in self.advice_parts()]
+
+    def advice_parts(self) -> list[str]:
+        """The lines of the advice, as in `parts`."""
+        raise NotImplementedError
 
 
 class Estimate(Predicted):
@@ -118,16 +127,15 @@ class Estimate(Predicted):
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
-        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advised]
+        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advice_parts()]
 
     @property
     def of_typical(self) -> list[str]:
         """The lines of the typical step and of the whole run; [] where the lengths are not known."""
         return [] if self.typical is None else self.typical.lines
 
-    @property
-    def advised(self) -> list[str]:
-        """The lines of the advice; [] without any."""
+    def advice_parts(self) -> list[str]:
+        """What would make it fit, or faster."""
         advice = self.advice
         return [] if advice is None else advice_lines(advice, self.recipe, self.result, self.capacity_bytes)
 
@@ -156,7 +164,11 @@ class Asked:
         if self.lengths == OFF or longest_tokens(made.recipe) is None:
             if self.lengths not in (None, OFF):
                 name = made.recipe.trainer
-                tell(Event(label="note", text=f"--lengths is not used: it is not known how {name} pads by length"))
+                tell(
+                    Event(
+                        label="note", text=f"the given lengths are not used: it is not known how {name} pads by length"
+                    )
+                )
             return None
         lengths = own_lengths(made) if self.lengths is None else read_lengths(self.lengths)
         if lengths is None:
@@ -198,6 +210,8 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
                     say=lambda text: tell(Event(text=text)),
                 )  # fmt: skip
             stated.check()
+            if asked.as_of is not None:
+                stated = without_proposal(stated)
             where = describe_device(device, capacity, stated.launch.cards)
             tell(Event(text=f"{stated.model} on {where}", read=True))
             if not stated.launch.is_plain:

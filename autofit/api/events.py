@@ -12,7 +12,7 @@ from autofit.tuning.frontier import Trial
 from autofit.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrialResult:
     """One candidate and what its probe said; None is "not measured". Figures are those of the longest probe."""
 
@@ -55,6 +55,20 @@ class TrialResult:
     def stopped_at_oom(self) -> bool:
         """Whether its bytes are a lower bound, as memory ran out."""
         return self.at_least
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{key}={value}" for key, value in self.changes.items()) or "the recipe as it is"
+        figures = [str(self.status or "not probed yet")]
+        if self.device_used_bytes is not None:
+            figures.append(f"{'at least ' if self.at_least else ''}{format_bytes(self.device_used_bytes)}")
+        if self.margin_bytes is not None:
+            figures[-1] += f" ({format_bytes(self.margin_bytes)} free)"
+        figures += [] if self.step_s is None else [f"{format_seconds(self.step_s)} a step"]
+        figures += [] if self.speedup is None else [f"{self.speedup:.2f}x"]
+        figures += [self.reason] if self.reason else []
+        return f"trial {self.number} [{self.tier}] {changes}: {', '.join(figures)}"
+
+    __repr__ = __str__  # what a Python prompt shows
 
     def to_dict(self) -> dict[str, object]:
         """The trial as `--json` has it; what was not measured is None."""

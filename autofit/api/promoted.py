@@ -96,7 +96,7 @@ def _request(folder: Path) -> dict[str, object] | None:
 
 def contract_table(rows: Sequence[Row], *, title: str) -> Table:
     """Promised beside actual, a figure a row."""
-    table = Folding(title=escape(title))
+    table = Folding(title=escape(title), from_width=80)  # below, three columns of sentences are a few words wide
     for name in ("", "promised", "actual"):
         table.add_column(name, overflow="fold")
     table.add_column("kept", no_wrap=True)

@@ -237,7 +237,7 @@ class _Run:
             )
             stack.callback(launcher.close)
             if plan.executor.kind == "debug":
-                self._note("the time at a breakpoint counts as the probe's; --study gives it a study of its own",
+                self._note("the time at a breakpoint counts as the probe's; another name gives it a study of its own",
                            label="debug")  # fmt: skip
             driver = Search(plan, study, server_socket=self._server.socket_path, launcher=launcher)
             driver.on_told, driver.on_progress = self._on_told(plan, study, follower), self._showing(plan)

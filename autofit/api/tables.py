@@ -10,7 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from autofit.api.arguments import as_argument
 from autofit.api.events import TrialResult
+from autofit.errors import told
 from autofit.folding import Folding
 from autofit.probing.result import ProbeStatus
 from autofit.space.narrow import missing_packages
@@ -25,12 +27,15 @@ _LEAST_FRONT = 120  # columns from which on the front is a table
 
 
 class Shown:
-    """A result that is a list of tables and sentences: as text by `str` and at a prompt, as HTML in a notebook."""
+    """A result that is a list of tables and sentences: as text by `str` and at a prompt, as HTML in a notebook.
+
+    There options are named as Python's arguments.
+    """
 
     __slots__ = ()
 
     def parts(self) -> list[Table | str]:
-        """What is shown, from the top down; a sentence is a line."""
+        """What is shown, from the top down; a sentence is a line, with its options marked (autofit.errors.option)."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, object]:
@@ -48,7 +53,7 @@ class Shown:
 
 def _text_of(part: Table | str) -> str:
     if isinstance(part, str):
-        return part
+        return told(part, as_argument)
     # in a notebook rich would show the table there and then, and its FORCE_COLOR put escapes into the text
     Console(file=(text := io.StringIO()), width=WIDTH, force_jupyter=False, color_system=None).print(part)
     return text.getvalue().rstrip("\n")
@@ -57,7 +62,7 @@ def _text_of(part: Table | str) -> str:
 def html_of(part: Table | str) -> str:
     """A table or a sentence as HTML."""
     if isinstance(part, str):
-        return f"<div>{html.escape(part)}</div>"
+        return f"<div>{html.escape(told(part, as_argument))}</div>"
     styles = [  # a notebook's own aligns all to the right and breaks "0.87 s"
         f"text-align:{'right' if c.justify == 'right' else 'left'}{';white-space:nowrap' if c.no_wrap else ''}"
         for c in part.columns
@@ -172,7 +177,7 @@ def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | N
     if not known:
         return None
     table = Folding(title=f"One knob of trial {number} changed by one step")
-    for name in ("knob", "from -> to", "tier"):
+    for name in ("knob", "change", "tier"):
         table.add_column(name, overflow="fold")
     for name in ("device-used", "step"):
         table.add_column(name, justify="right", no_wrap=True)

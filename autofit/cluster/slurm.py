@@ -77,10 +77,17 @@ def submit(
     try:
         jobs = [job for part in _arrays(arguments) for job in made.map_array(function, part)]
     except submitit.core.utils.FailedJobError as error:
-        raise EnvironmentFault(f"sbatch refused the job: {one_line(str(error))}") from error
+        raise EnvironmentFault(f"sbatch refused the job: {one_line(str(error))}{_no_partition(executor)}") from error
     except OSError as error:
         raise EnvironmentFault(f"the job cannot be submitted from {folder}: {error.strerror or error}") from error
     return [job.job_id for job in jobs]
+
+
+def _no_partition(executor: Executor) -> str:
+    """That an asked partition is not there, and those that are; "" where all are, or Slurm does not answer."""
+    known = partition_limits_s() or {}
+    missing = [name for name in (executor.partition or "").split(",") if name and name not in known]
+    return f"; there is no partition {missing[0]}, but {', '.join(sorted(known)[:20])}" if known and missing else ""
 
 
 def _arrays(arguments: Sequence[str]) -> list[Sequence[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from autofit.commands.bar import SCREEN
-from autofit.errors import ConfigError, printable, quoted, visible
+from autofit.errors import ConfigError, printable, quoted, told, visible
 from autofit.lines import on_terminal
 from autofit.tuning.storage import storage_option
 
@@ -44,8 +44,8 @@ def say(text: str, *, label: int = 0) -> None:
 
 
 def show_line(text: str) -> None:
-    """Print to stdout."""
-    print(on_terminal(text, is_terminal=sys.stdout.isatty()))
+    """Print to stdout, with marked options as they are typed."""
+    print(on_terminal(told(text, str), is_terminal=sys.stdout.isatty()))
 
 
 def show_fact(name: str, text: str) -> None:
@@ -105,7 +105,7 @@ def ended(found: "Check | Estimate", *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
-        show_lines(found.advised)
+        show_lines(found.advice_parts())
     if found.interrupted:
         return INTERRUPTED
     return DONE if found.fits else NOTHING_FITS

@@ -116,7 +116,7 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     from autofit.files import Scratch
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
-    from autofit.recipe.as_of import read_libraries, then_of
+    from autofit.recipe.as_of import read_libraries, then_of, without_proposal
 
     if options.as_of is not None:
         read_libraries(options.as_of)
@@ -139,6 +139,7 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
         told(str(finding.severity), str(finding))
     if options.as_of is not None:
         told("as of", then_of(recipe, options.as_of).line())
+        recipe = without_proposal(recipe)
     recipe.check()
     for name, text in recipe.describe():
         told(name, text)

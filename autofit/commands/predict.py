@@ -73,7 +73,7 @@ def _numbers(given: str) -> list[int]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    from autofit.frontends.writing import explained
+    from autofit.plugin.explaining import explained
 
     found = explained([str(options.file), *options.words], settings(options.set), ranks=options.num_processes)
     if options.json:

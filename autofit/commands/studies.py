@@ -39,11 +39,14 @@ def ui(options: argparse.Namespace) -> int:
     from autofit.api.arguments import studies_folder
     from autofit.tracking.study_mirror import sync
     from autofit.tracking.ui import pages, server
+    from autofit.tuning.study import load_study
 
     terminate_like_interrupt()
     folder = studies_folder(options.dir)
     if options.port is not None and not 0 < options.port < 65536:
         raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
+    load_study(folder, options.study)  # a wrong one is told first
+    say("starting MLflow; this takes a while")
     sync(folder, options.study)
     found = pages(folder, options.study)
     try:

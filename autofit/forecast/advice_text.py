@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from autofit.errors import option
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.change import Change, OtherCard
 from autofit.forecast.margin import is_tight
@@ -61,11 +62,12 @@ def then_lines(then: Then | None, result: ProbeResult, capacity_bytes: int) -> l
 def ending_words(advice: Advice) -> list[str]:
     """A sentence where the search for advice was ended early; [] without one."""
     words = {
-        Ending.TIME: "not every change was tried in the time for advice (--advice-time)",
+        Ending.TIME: f"not every change was tried in the time for advice ({option('advice-time')})",
         Ending.INTERRUPT: "interrupted: not every change was tried",
     }
     if advice.came_too_late and advice.ending is Ending.TIME:
-        return ["no change was simulated to its end in the time for advice; give more, such as --advice-time 2m"]
+        more = option("advice-time", "2m")
+        return [f"no change was simulated to its end in the time for advice; give more, such as {more}"]
     return [] if advice.ending is None else [words[advice.ending]]
 
 

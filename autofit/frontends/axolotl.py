@@ -43,6 +43,11 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     Raises ConfigError for what cannot be trained as there.
     """
     draft = Draft(AXOLOTL.name, given)
+    with draft.told_together():
+        return _recipe(draft, folder, ranks)
+
+
+def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     trainer = _trainer(draft)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
     objective = str(draft.given.get("rl") or "sft")
@@ -120,7 +125,7 @@ def _evaluates(draft: Draft) -> bool:
 def _trainer(draft: Draft) -> str:
     """Our trainer that trains as this file does. Raises ConfigError where there is none."""
     if draft.given.get("base_model") is None:
-        raise ConfigError("base_model is missing")
+        draft.wrong("base_model is missing")
     draft.refuse(keys_of(AXOLOTL.name).refused)
     if (draft.whole("tensor_parallel_size") or 1) > 1:
         raise ConfigError("tensor_parallel_size: tensor parallelism is not simulated; DDP, FSDP and ZeRO are")
@@ -136,7 +141,7 @@ def _trainer(draft: Draft) -> str:
     if draft.is_on("reward_model"):
         return "reward"
     if not draft.says("datasets") and not draft.says("pretraining_dataset"):
-        raise ConfigError("datasets is missing, and Axolotl does not train without it")
+        draft.wrong("datasets is missing, and Axolotl does not train without it")
     return "hf"
 
 
@@ -190,16 +195,16 @@ def _batch(draft: Draft) -> None:
     if sum(draft.says(name) for name in names) < 2:
         close = {key: get_close_matches(str(key), names, n=1, cutoff=0.85) for key in draft.given if key not in names}
         typos = "".join(f"; write {near[0]} for {quoted(key)}" for key, near in close.items() if near)
-        raise ConfigError(f"at least two of {', '.join(names)} must be set, as Axolotl says{typos}")
+        draft.wrong(f"at least two of {', '.join(names)} must be set, as Axolotl says{typos}")
     micro = draft.whole("micro_batch_size", 1) or 1
     steps, total = draft.whole("gradient_accumulation_steps"), draft.whole("batch_size")
     if steps is not None and total is not None:
-        raise ConfigError("only one of gradient_accumulation_steps and batch_size can be set, as Axolotl says")
+        draft.wrong("only one of gradient_accumulation_steps and batch_size can be set, as Axolotl says")
     if steps is None and total is not None:
         steps = total // micro
         if steps < 1:
-            raise ConfigError(f"batch_size {total} must be at least micro_batch_size {micro}")
-        if steps * micro != total:
+            draft.wrong(f"batch_size {total} must be at least micro_batch_size {micro}")
+        elif steps * micro != total:
             draft.note(
                 f"batch_size {total} is no multiple of micro_batch_size {micro}: Axolotl trains on {steps * micro}"
             )
@@ -282,7 +287,7 @@ def _dtype(draft: Draft, *, kept: bool) -> None:
     automatic = str(given).lower() == "auto" and not fp16
     bf16 = automatic or str(given).lower() == "full" or truth(given) is True
     if truth(given) is None and str(given).lower() not in ("auto", "full"):
-        raise ConfigError(f"bf16 must be true, false, auto or full; got {quoted(given)}")
+        draft.wrong(f"bf16 must be true, false, auto or full; got {quoted(given)}")
     eight = draft.given.get("load_in_8bit") is True
     dtype = "bfloat16" if bf16 or old else "float16" if fp16 or half or eight else "float32"
     draft.put("dtype", dtype, "bf16")
@@ -312,10 +317,10 @@ def _adapter(draft: Draft) -> None:
         if four or eight:
             draft.note("load_in_4bit and load_in_8bit have no effect without an adapter: Axolotl trains all weights")
         return
-    if rank is None:
-        raise ConfigError(f"lora_r is missing, and Axolotl has no default for it with adapter: {kind}")
+    if draft.given.get("lora_r") is None:
+        draft.wrong(f"lora_r is missing, and Axolotl has no default for it with adapter: {kind}")
     if kind == "qlora" and not four:
-        raise ConfigError("adapter: qlora needs load_in_4bit: true, as Axolotl says")
+        draft.wrong("adapter: qlora needs load_in_4bit: true, as Axolotl says")
     draft.put("use_peft", True, "adapter")
     draft.put("lora_r", rank)
     draft.put("lora_alpha", alpha)
@@ -388,7 +393,7 @@ def _checkpoints(draft: Draft) -> None:
     offload = given in ("offload", "offload_disk") or (moved is not None and truth(moved) is not False)
     on = given in ("offload", "offload_disk") or truth(given) is True
     if given is not None and not on and truth(given) is not False:
-        raise ConfigError(f"gradient_checkpointing must be true, false, offload or offload_disk; got {quoted(given)}")
+        draft.wrong(f"gradient_checkpointing must be true, false, offload or offload_disk; got {quoted(given)}")
     draft.put("gradient_checkpointing", on)
     draft.put("gradient_checkpointing_kwargs", dict(kwargs) or {"use_reentrant": False})
     if on and not kwargs:

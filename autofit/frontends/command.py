@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
@@ -168,7 +169,7 @@ def arguments(words: Sequence[str], folder: Path, *, tool: str) -> dict[str, obj
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(name, value) of each `--name value` and `--name=value` of a launcher; "" for one without a value."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in pairwise((*words, "")):
         if word.startswith("--") and len(word) > 2:
             name, mark, value = word[2:].partition("=")
             yield name.replace("-", "_"), value if mark else "" if following.startswith("-") else following

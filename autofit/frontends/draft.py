@@ -6,11 +6,12 @@ memory), named in a note, or refused in one sentence. What is then left is no ke
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autofit.errors import ConfigError, UnknownKeyError, nearest, quoted
-from autofit.frontends.foreign import Foreign
+from autofit.frontends.foreign import Foreign, WrongValuesError
 
 # Models that see or hear, by the names that their makers give them; a tool's own keys for images count too.
 _SEES = re.compile(
@@ -22,6 +23,8 @@ _MOST_NAMED = 4
 # more than one process (launcher.py: OPTIM_TORCH, which is on by itself), and verl's worker all of its passes
 # (engine_workers.py, the end of update_weights).
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_NUMBERS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
+            "seed", "neftune_noise_alpha", "torch_empty_cache_steps")  # fmt: skip
 _SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing_kwargs")
 
 
@@ -39,6 +42,22 @@ class Draft:
     _read: set[str] = field(default_factory=set)
     _wrong: list[str] = field(default_factory=list)
 
+    def wrong(self, text: str) -> None:
+        """Keep what the tool does not take, to be told with the rest."""
+        self._wrong.append(text)
+
+    @contextmanager
+    def told_together(self) -> Iterator[None]:
+        """Say with a refusal what was found wrong before it."""
+        try:
+            yield
+        except UnknownKeyError:
+            raise
+        except ConfigError as error:
+            if not self._wrong or isinstance(error, WrongValuesError):
+                raise
+            raise WrongValuesError("; ".join((*self._wrong, error.marked))) from error
+
     # -- what the file says ---------------------------------------------------------------------------------------
 
     def raw(self, key: str, usual: object = None) -> object:
@@ -53,7 +72,7 @@ class Draft:
         found = number(self.raw(key, usual))
         if found is None or found != int(found) or found < least:
             if self.given.get(key) is not None:
-                self._wrong.append(f"{key} must be a whole number of {least} or more; got {quoted(self.given[key])}")
+                self.wrong(f"{key} must be a whole number of {least} or more; got {quoted(self.given[key])}")
             return usual
         return int(found)
 
@@ -61,7 +80,7 @@ class Draft:
         given = self.raw(key, usual)
         found = number(given)
         if found is None and given is not None:
-            self._wrong.append(f"{key} must be a number; got {quoted(given)}")
+            self.wrong(f"{key} must be a number; got {quoted(given)}")
             return usual
         return found
 
@@ -75,7 +94,7 @@ class Draft:
             return usual
         found = truth(given)
         if found is None:
-            self._wrong.append(f"{key} must be true or false; got {quoted(given)}")
+            self.wrong(f"{key} must be true or false; got {quoted(given)}")
         return bool(found)
 
     def truth(self, key: str, usual: bool | None) -> bool | None:
@@ -89,7 +108,7 @@ class Draft:
         if not isinstance(given, str) or (choices and given not in choices):
             must = f"one of {', '.join(choices)}" if choices else "text"
             near = nearest(str(given), choices) if choices else ""
-            self._wrong.append(f"{key} must be {must}; got {quoted(given)}{near}")
+            self.wrong(f"{key} must be {must}; got {quoted(given)}{near}")
             return usual
         return given
 
@@ -106,7 +125,7 @@ class Draft:
         if given is None:
             return {}
         if not isinstance(given, Mapping):
-            self._wrong.append(f"{key} must be a mapping; got {quoted(given)}")
+            self.wrong(f"{key} must be a mapping; got {quoted(given)}")
             return {}
         return {str(name): value for name, value in given.items()}
 
@@ -137,14 +156,15 @@ class Draft:
             if given is None or given == "":
                 continue
             found = number(given)
+            if found is None and name in _NUMBERS:
+                self.wrong(f"{name} must be a number; got {quoted(given)}")
             whole = found is not None and not isinstance(given, float) and found == int(found) and "." not in str(given)
             self.put(name, int(found) if whole and found is not None else given if found is None else found)
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Raise ConfigError for the first of these keys that the file turns on: its reason is one sentence."""
-        for key, reason in reasons.items():
-            if self.says(key):
-                raise ConfigError(f"{key}: {reason}")
+        """Raise ConfigError for those of these keys that the file turns on: the reason of each is one sentence."""
+        if refused := [f"{key}: {reason}" for key, reason in reasons.items() if self.says(key)]:
+            raise ConfigError("; ".join(refused))
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -179,7 +199,7 @@ class Draft:
         named = "; ".join(f"unknown key {key!r}{nearest(key, self._read)}" for key in unknown[:_MOST_NAMED])
         more = f"; {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
         if unknown and strict:
-            self._wrong.append(f"{named}{more}")
+            self.wrong(f"{named}{more}")
         elif unknown:
             self.note(f"{self.tool} ignores what it does not know: {named}{more}")
         if self._wrong and unknown and strict:
@@ -187,7 +207,7 @@ class Draft:
             error.keys = unknown
             raise error
         if self._wrong:
-            raise ConfigError("; ".join(self._wrong))
+            raise WrongValuesError("; ".join(self._wrong))
         return Foreign(
             tool=self.tool, trainer=trainer, values=self.values, launch=launch or {}, ranks=ranks,
             prompt_tokens=prompt_tokens, keys=self.keys, defaults=self.defaults, fixed=frozenset(self.fixed),

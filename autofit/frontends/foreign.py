@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from autofit.errors import ConfigError
 from autofit.frontends import sharing
+
+
+class WrongValuesError(ConfigError):
+    """Values that the file's own tool does not take either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Facts of a file, and the rules of its tool that it breaks. `unread` are keys whose value is not in the file.
+    """Facts of a file, and what its tool does not take of it. `unread` are keys whose value is not in the file.
 
     `notes` say what a simulation of it leaves out or takes in its place; `unknown` are keys its tool does not know.
     """

@@ -94,6 +94,11 @@ def _counts(key: str) -> bool:
 
 def _recipe(given: dict[str, object], folder: Path, ranks: int | None, program: str) -> Foreign:
     draft = Draft(TOOL, given)
+    with draft.told_together():
+        return _made(draft, folder, ranks, program)
+
+
+def _made(draft: Draft, folder: Path, ranks: int | None, program: str) -> Foreign:
     draft.refuse(dict.fromkeys(_SEEING, "training on images, video or sound is not read, only on text"))
     draft.put(_MODEL, draft.text(_MODEL))
     draft.same("trust_remote_code")

@@ -48,6 +48,11 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     if "model_name_or_path" not in given and any(key in given for key in _V1):
         raise ConfigError("files of LLaMA-Factory's new trainer (its v1: model, dist_config, ...) are not read yet")
     draft = Draft(LLAMA_FACTORY.name, _of_today(given))
+    with draft.told_together():
+        return _recipe(draft, folder, ranks)
+
+
+def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     stage = _check_training(draft)
     draft.put("model_name_or_path", draft.raw("model_name_or_path"))
     draft.put("model_revision", draft.text("model_revision"))
@@ -116,7 +121,7 @@ def _evaluation(draft: Draft) -> None:
 def _check_training(draft: Draft) -> str:
     """The stage. Raises ConfigError for a file that does not train, or that is not simulated."""
     if draft.given.get("model_name_or_path") is None:
-        raise ConfigError("model_name_or_path is missing")
+        draft.wrong("model_name_or_path is missing")
     if draft.given.get("export_dir") and not draft.says("do_train"):
         raise ConfigError("the file exports a model and does not train")
     if not draft.says("do_train"):

@@ -174,6 +174,11 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
         if name in given:
             given.setdefault(today, given.pop(name))
     draft = Draft(MS_SWIFT.name, given)
+    with draft.told_together():
+        return _recipe(draft, folder, ranks, environment)
+
+
+def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[str, str]) -> Foreign:
     kind = _kind(draft)
     if draft.is_on("use_ray"):
         ranks = _ray_ranks(draft, ranks)
@@ -215,7 +220,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
 def _kind(draft: Draft) -> str:
     """sft, pt, or the type of `swift rlhf`. Raises ConfigError for what is not simulated."""
     if draft.given.get("model") is None:
-        raise ConfigError("--model is missing")
+        draft.wrong("--model is missing")
     draft.refuse(keys_of(MS_SWIFT.name).refused)
     task = draft.text("task_type", choices=("causal_lm", *swift_tasks.TASKS, "prm"))
     if task == "prm":

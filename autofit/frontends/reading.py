@@ -21,7 +21,7 @@ from autofit.frontends import (
     yaml_script,
 )
 from autofit.frontends.command import script_text, starts
-from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, Line, lines
+from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
@@ -54,14 +54,15 @@ def is_script(text: str) -> bool:
         content = parse_yaml(of_notebook(text))
     except ConfigError:
         content = None
-        if _KEY.search(text) and not _starts(text):
+        if _KEY.search(text) and not starts_training(text):
             return False
     if isinstance(content, dict):  # a command with a colon in it is a mapping of one key
-        return any(re.search(r"\s", str(key)) for key in content) and _starts(text)
+        return any(re.search(r"\s", str(key)) for key in content) and starts_training(text)
     return True
 
 
-def _starts(text: str) -> bool:
+def starts_training(text: str) -> bool:
+    """Whether a script with this text starts a training that is read."""
     readers = (trl_script, yaml_script, hf_script, ms_swift)
     return verl.starts_verl(text) or any(starts(reader.started(text)) for reader in readers)
 
@@ -119,10 +120,7 @@ def _named(tool: str, path: Path, made: Callable[[], Read]) -> Read:
     try:
         return made()
     except ConfigError as error:
-        named = type(error)(f"{path}, read as a file of {tool}: {error.marked}")
-        if isinstance(error, UnknownKeyError) and isinstance(named, UnknownKeyError):
-            named.keys = error.keys
-        raise named from error
+        raise error.within(f"{path}, read as a file of {tool}") from error
 
 
 def explain(path: Path, *, text: str | None = None, ranks: int | None = None) -> Explanation:
@@ -186,10 +184,11 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
     """`found` with what is trained and simulated, or with the reason why it is not."""
     try:
         foreign = made()
-    except ConfigError as error:
+    except (WrongValuesError, UnknownKeyError) as error:
         unknown = error.keys if isinstance(error, UnknownKeyError) else ()
-        why = Line(NOT_SIMULATED, str(error).partition(": ")[2] or str(error))
-        return replace(found, lines=(*found.lines, why), unknown=unknown)
+        return replace(found, wrong=(str(error).partition(": ")[2] or str(error),), unknown=unknown)
+    except ConfigError as error:
+        return replace(found, lines=(*found.lines, Line(NOT_SIMULATED, str(error).partition(": ")[2] or str(error))))
     if foreign is None:
         return found
     return replace(

@@ -91,7 +91,7 @@ def batch_words(kind: str, values: Mapping[str, object], ranks: int | None) -> s
     micro = values.get("per_device_train_batch_size", 8)
     steps = values.get("gradient_accumulation_steps", 1)
     batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
-    if isinstance(micro, int) and isinstance(steps, int):
+    if isinstance(micro, int) and isinstance(steps, int) and min(micro, steps) > 0:
         each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
         batch += f" = {micro * steps} {'completions' if kind in ('grpo', 'rloo') else 'samples'} {each}"
     return batch

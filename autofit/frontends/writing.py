@@ -29,7 +29,7 @@ from autofit.frontends import (
 )
 from autofit.frontends.command import script_text, starts
 from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, summary
-from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values
+from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values, starts_training
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
 from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
@@ -165,35 +165,51 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
 _COMMAND = Path("the command")  # where a command is given itself, and no script
 
 
-def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
-    """What a file of another tool says, or a command, with `changes` in the tool's own keys.
+def explained(
+    words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None
+) -> tuple[Explanation, Source | None]:
+    """What a file of another tool says, or a command, with `changes` in the tool's own keys; and its recipe, if any.
 
     `words` are the file's path, a command in one text, or its words. Raises ConfigError for what is of none of the
     tools, and for a change that cannot be written into it.
     """
     path = Path(words[0])
-    is_command = len(words) > 1 or (" " in words[0] and not path.exists())
+    is_command = len(words) > 1 or (" " in words[0] and not path.exists() and not _is_missing_file(words[0]))
     if is_command:
         path = _COMMAND
     if is_command or path.suffix in SCRIPTS:
         text = script_text(path) if not is_command else shlex.join(words) if len(words) > 1 else words[0]
         for key, value in changes.items():
             text = _in_any_script(text, key, value, path)
-        return _with_known(changes, explain_script(text, path, ranks=ranks))
+        found = explain_script(text, path, ranks=ranks)
+        return _with_known(changes, found), _recipe_of(found, lambda: read_script(path, text=text, ranks=ranks))
     edited = None
     if changes:
         is_verls = tool_of(read_yaml_mapping(path, what="file")) is VERL
         edited = script_text(path)
         for key, value in changes.items():
             edited = _in_yaml(edited, whole_key(key) if is_verls else key, value)
-    return _with_known(changes, explain(path, text=edited, ranks=ranks))
+    found = explain(path, text=edited, ranks=ranks)
+    return _with_known(changes, found), _recipe_of(found, lambda: read(path, text=edited, ranks=ranks))
+
+
+def _is_missing_file(text: str) -> bool:
+    """Whether a text that is no path is the name of a file all the same, `my file.yaml`, and no command."""
+    return Path(text).suffix in (*SCRIPTS, ".yaml", ".yml", ".json") and not starts_training(text)
+
+
+def _recipe_of(found: Explanation, made: Callable[[], Foreign | None]) -> Source | None:
+    """The recipe of what was explained; None where it is not simulated, and of verl, whose rules were looked at."""
+    is_made = found.tool != VERL.name and not found.wrong and all(line.name != NOT_SIMULATED for line in found.lines)
+    foreign = made() if is_made else None
+    return None if foreign is None else _source(foreign, "recipe", "the recipe", {})
 
 
 def _with_known(changes: Mapping[str, object], found: Explanation) -> Explanation:
     """`found`, whose file has `changes`. Raises ConfigError where its tool does not know the key of one."""
     if wrong := [key for key in changes if key.split(".")[0] in found.unknown]:
-        said = next((line.text for line in found.lines if line.name == NOT_SIMULATED), "")
-        raise ConfigError(f"{option('set')}: {found.tool} has no key {', '.join(wrong)}{said and f' ({said})'}")
+        said = f" ({'; '.join(found.wrong)})" if found.wrong else ""
+        raise ConfigError(f"{option('set')}: {found.tool} has no key {', '.join(wrong)}{said}")
     return found
 
 

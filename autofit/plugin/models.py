@@ -1,7 +1,9 @@
 """Models of transformers for loops of one's own: real weights, or random ones of the same shape. Imports torch."""
 
+import contextlib
 import os
 import socket
+import threading
 from typing import Any
 from urllib.parse import urlparse
 
@@ -11,6 +13,8 @@ from transformers import AutoConfig
 from autofit.plugin.loop import Setup
 from autofit.recipe import catalogue
 
+_REACHED_S = 3.0
+
 
 def go_offline_without_a_hub() -> None:
     """Tell the hub's client to stay offline when the hub cannot be reached; it would retry for 23 s a file."""
@@ -19,11 +23,22 @@ def go_offline_without_a_hub() -> None:
     if constants.HF_HUB_OFFLINE:
         return
     url = urlparse(constants.ENDPOINT)
-    try:
-        with socket.create_connection((url.hostname or "", url.port or 443), timeout=3):
-            return
-    except OSError:
+    if not _is_reached((url.hostname or "", url.port or 443)):
         go_offline()
+
+
+def _is_reached(address: tuple[str, int]) -> bool:
+    """Whether `address` takes a connection within 3 s: the look-up of its name has no limit of its own."""
+    reached = threading.Event()
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=_REACHED_S):
+            reached.set()
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_REACHED_S)
+    return reached.is_set()
 
 
 def go_offline() -> None:

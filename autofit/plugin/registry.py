@@ -140,4 +140,4 @@ def check_early(
         try:
             point.load()(trainer, opened(values), inspection)
         except ConfigError as error:
-            raise type(error)(f"{source.what}: {error.marked}") from error
+            raise error.within(source.what) from error

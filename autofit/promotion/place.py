@@ -130,12 +130,13 @@ def machines_of(launch: Launch, executor: Executor) -> int:
     asked = executor.nodes
     if launch.machines > 1:
         raise ConfigError(
-            f"the recipe trains on {launch.machines} machines (num_machines), and --nodes is {asked}; leave --nodes out"
+            f"the recipe trains on {launch.machines} machines (num_machines), and {option('nodes')} is {asked}; leave "
+            "it out"
         )
     if launch.ranks % asked:
         works = ", ".join(str(n) for n in sorted(divisors(launch.ranks)))
         raise ConfigError(
-            f"the {launch.ranks} rank(s) of the run cannot be divided by --nodes {asked}; give --nodes {works}, or "
+            f"the {launch.ranks} rank(s) of the run cannot be divided by {option('nodes')} {asked}; give {works}, or "
             f"search on a multiple of {asked} ranks ({option('num_processes')})"
         )
     return asked

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
+from autofit.errors import ConfigError, EnvironmentFault, nearest, option, quoted
 from autofit.files import private_folder, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
@@ -250,8 +250,8 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
     numbers = [str(t.number) for t in trials]
     if asked not in numbers:
         raise ConfigError(
-            f"TRIAL must be {', '.join(f'`{name}`' for name in NAMES)} or the number of a trial of this study (0 to "
-            f"{len(trials) - 1}); got {asked!r}{nearest(asked, list(NAMES))}{_of_point(asked)}"
+            f"{option('trial')} must be {', '.join(f'`{name}`' for name in NAMES)} or the number of a trial of this "
+            f"study (0 to {len(trials) - 1}); got {asked!r}{nearest(asked, list(NAMES))}{_of_point(asked)}"
         )
     chosen = trials[numbers.index(asked)]
     if fitting and not chosen.fits:

@@ -18,7 +18,7 @@ transformers 4.35 to 4.48):
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.keys import weight_bits
@@ -29,6 +29,7 @@ from autofit.units import format_bytes
 
 PACKAGES = ("trl", "transformers")
 UPGRADE = "pip install -U trl"
+PROPOSAL = ', and older ones may hold more: see `autofit estimate --as-of "trl 0.15"`'  # at the end of a recipe's note
 
 _NEEDED = (((4, 55), (0, 21)), ((4, 56, 2), (0, 29)))  # before this transformers TRL is this version or older
 
@@ -87,6 +88,11 @@ def read_libraries(text: str) -> dict[str, Version]:
             )
         found[name] = tuple(int(number) for number in match[2].split("."))
     return found
+
+
+def without_proposal(recipe: Recipe) -> Recipe:
+    """`recipe` for whoever has named older libraries: its notes do not propose it."""
+    return replace(recipe, notes=tuple(note.removesuffix(PROPOSAL) for note in recipe.notes))
 
 
 def then_of(recipe: Recipe, text: str) -> Then:

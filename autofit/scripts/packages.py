@@ -1,7 +1,8 @@
 """Stand-ins for packages that a script imports to report, evaluate or fetch, and that are not installed.
 
 Nothing that they do is on the card. A package that may change the training (deepspeed, flash_attn) has none. Commands
-with which a script installs packages are not run, and noted: a simulation changes nothing on this machine.
+with which a script installs packages or fetches files are not run, and noted: a simulation changes nothing on this
+machine, and reaches no other.
 """
 
 import ast
@@ -184,7 +185,7 @@ def _installed(name: str) -> bool:
         return False
 
 
-# -- commands that install packages -----------------------------------------------------------------------------------
+# -- commands that install packages, or reach other machines ----------------------------------------------------------
 
 
 _INSTALLS = re.compile(
@@ -196,31 +197,53 @@ _PIPS_OWN = re.compile(r"\bpip\.(?:main|_internal)|from\s+pip\b")
 _EXPORTED = re.compile(r"\bget_ipython\(\)\s*\.\s*(?:system|magic|run_line_magic|run_cell_magic|getoutput)\(")
 
 
+_REACHES = re.compile(
+    r"(?:^|[;&|(]|\b(?:sudo|time))\s*(?:\S*/)?(?:git\s+(?:-[cC]\s+\S+\s+|-\S+\s+)*(?:clone|fetch|pull|push|ls-remote|submodule|lfs)"
+    r"|curl|wget|aria2c|gdown|scp|rsync|gsutil|(?:hf|huggingface-cli)\s+(?:download|upload)|aws\s+s3)\s"
+)
+_HOST = re.compile(r"(?:\w://(?:[^/@\s]*@)?|@)([\w.-]+)")
+LOCAL = ("127.", "localhost", "::1")  # how addresses of this machine begin
+
+
 @contextmanager
-def nothing_installed(code: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Context in which a command that installs packages does nothing and succeeds; `note` hears of each once."""
+def nothing_started(code: str, note: Callable[[str], None], asked: list[str]) -> Iterator[None]:
+    """Context in which a command that installs packages does nothing and succeeds, and one that fetches fails.
+
+    `note` hears of each once, and `asked` gets what it wanted to reach.
+    """
     start, system = subprocess.Popen.__init__, os.system
     noted: set[str] = set()
 
-    def installs(command: object) -> bool:
+    def refused(command: object) -> int | None:
+        """The exit code of a command that is not run; None of one that is."""
         text = _text(command)
-        found = _INSTALLS.search(text) is not None
-        if found and text not in noted:
+        installs = _INSTALLS.search(text) is not None
+        host = _HOST.search(text)
+        if not installs and (_REACHES.search(text) is None or (host is not None and host[1].startswith(LOCAL))):
+            return None
+        if text not in noted:
             noted.add(text)
-            note(f"{quoted(text, 100)} was not run: fit-check installs nothing")
-        return found
+            why = "fit-check installs nothing" if installs else "a script sees no network here"
+            note(f"{quoted(text, 100)} was not run: {why}")
+        if not installs:
+            asked.append(text.split()[0] if host is None else host[1])
+        return 0 if installs else 1
 
     def begin(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-        if not installs(args):
+        code = refused(args)
+        if code is None:
             start(self, args, *rest, **named)
             return
-        start(self, [sys.executable, "-c", ""], *rest, **{**named, "shell": False, "executable": None})
+        stands = [sys.executable, "-c", f"raise SystemExit({code})"]
+        start(self, stands, *rest, **{**named, "shell": False, "executable": None})
+        self.args = args  # which an error names
 
     def run(command: Any) -> int:
-        return 0 if installs(command) else system(command)
+        code = refused(command)
+        return system(command) if code is None else code << 8  # a status of waitpid
 
     def main(args: Sequence[str] | None = None) -> int:
-        installs(["pip", *(args or sys.argv[1:])])
+        refused(["pip", *(args or sys.argv[1:])])
         return 0
 
     with ExitStack() as stack:

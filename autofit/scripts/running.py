@@ -25,7 +25,7 @@ from autofit.scripts.changes import Fewer
 from autofit.scripts.code import SUFFIX as NOTEBOOK
 from autofit.scripts.code import code_of, has_commands, project_of, whole_code
 from autofit.scripts.data import Columns, MadeUp, stood_in
-from autofit.scripts.packages import idle, nothing_installed, of_a_notebook
+from autofit.scripts.packages import LOCAL, idle, nothing_started, of_a_notebook
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "di
 _LIBRARIES = ("transformers", "trl", "peft", "unsloth")  # they load models by name, and train with TrainingArguments
 _AUTOFIT = Path(__file__).resolve().parents[1]
 _DATA = ("datasets", "trl", "transformers", "pandas")
-_LOCAL = ("127.", "localhost", "::1")
 _MOST_COLUMNS = 8  # that are found by running the script again
 
 
@@ -133,7 +132,7 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
             mock.patch.object(sys, "argv", [str(path), *script.arguments]),
             mock.patch.object(sys, "path", [str(home), *sys.path, *project]), _without_own_modules(own),
             _without_network(asked), _stood_in(script, code, card, seen, made, own, fewer),
-            _counted(card, loop, steps, fewer), nothing_installed(code, card.note),
+            _counted(card, loop, steps, fewer), nothing_started(code, card.note, asked),
         ):  # fmt: skip
             runpy.run_path(str(file), init_globals=of_a_notebook(made.columns.code), run_name="__main__")
     except _Enough:
@@ -261,7 +260,7 @@ def _without_network(asked: list[str]) -> Iterator[None]:
     connect, lookup = socket.socket.connect, socket.getaddrinfo
 
     def refuse(host: object) -> None:
-        if isinstance(host, str) and not host.startswith(_LOCAL) and host != socket.gethostname():
+        if isinstance(host, str) and not host.startswith(LOCAL) and host != socket.gethostname():
             asked.append(host)
             raise ConnectionRefusedError(f"autofit fit-check runs a script without the network; it wanted {host}")
 

@@ -277,9 +277,10 @@ def _placed(axes: Any, frame: Frame, named: Sequence[tuple[FrontPoint, str, str]
         near = any(abs(x - a) < _CLOSE_POINTS and abs(y - b) < _CLOSE_POINTS for a, b in taken)
         if near and text.isdigit():
             continue
+        across, up = (5, 3) if text.isdigit() else (9, 7)  # a number is at its dot, a name clear of the winner's ring
         right = axes.transAxes.inverted().transform(axes.transData.transform(place))[0] < 0.6
         axes.annotate(
-            text, place, textcoords="offset points", xytext=(9 if right else -9, -13 if near else 7),
+            text, place, textcoords="offset points", xytext=(across if right else -across, -13 if near else up),
             ha="left" if right else "right", fontsize=9, color=colour, weight="normal" if text.isdigit() else "bold",
             zorder=6, path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip

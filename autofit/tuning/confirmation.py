@@ -4,6 +4,7 @@ For goal speed they are in turns with probes of the baseline, so that both meet 
 is not clearly faster, the next one is probed. The study keeps every result, so no confirmation is repeated.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from autofit.tuning.study import database_errors, trials_of
 from autofit.units import format_seconds
 
 MEASURED_STEPS = 5
+_EVERY_S = 20.0
 
 
 def confirm(
@@ -48,8 +50,9 @@ class _Confirmation:
         self._steps = max(MEASURED_STEPS, plan.measured_steps)
         self._prober = Prober(
             setup=plan.setup(server_socket=server_socket), home=plan.probes_folder, values=plan.recipe.values,
-            launcher=launcher, measured_steps=self._steps,
+            launcher=launcher, measured_steps=self._steps, meanwhile=self._say_still,
         )  # fmt: skip
+        self._probing, self._began, self._said_at = "", 0.0, 0.0  # for whom a probe is, and the times on the clock
 
     def run(self) -> None:
         rule = Rule(goal=self._plan.goal, target_bytes=self._plan.limit_bytes)
@@ -66,7 +69,7 @@ class _Confirmation:
 
     def _alone(self, trial: Trial) -> Trial | None:
         """`trial` with its confirmation, one probe; None if that was killed."""
-        result = self._prober.probe(trial, f"confirm-{trial.number:04d}")
+        result = self._probe(trial, f"confirm-{trial.number:04d}", f"trial {trial.number}")
         return None if result is None else self._kept(trial, result)
 
     def _in_turns(self, trial: Trial, base: Trial) -> Trial | None:
@@ -81,7 +84,9 @@ class _Confirmation:
             number = len(comparison.pairs) + 1
             turns = (base, trial, theirs), (trial, base, ours)
             for one, other, results in turns if number % 2 else turns[::-1]:
-                result = self._prober.probe(one, f"confirm-{one.number:04d}-with-{other.number:04d}-{number:02d}")
+                whose = f"trial {trial.number}" if one is trial else "the recipe as it is"
+                name = f"confirm-{one.number:04d}-with-{other.number:04d}-{number:02d}"
+                result = self._probe(one, name, f"{whose} for pair {number}")
                 if result is None:
                     return None
                 if result.status is not ProbeStatus.FIT:
@@ -97,6 +102,18 @@ class _Confirmation:
         sure = self._kept(trial, _fastest(ours))
         keep_comparison(self._study, trial.number, comparison)
         return replace(sure, comparison=comparison)
+
+    def _probe(self, trial: Trial, name: str, whose: str) -> ProbeResult | None:
+        self._probing, self._began = whose, time.monotonic()
+        self._said_at = self._began
+        return self._prober.probe(trial, name)
+
+    def _say_still(self) -> None:
+        """Say what is waited for where that takes long: a job may wait in a queue, or import for a minute."""
+        now = time.monotonic()
+        if now - self._said_at >= _EVERY_S:
+            self._said_at = now
+            self._say(f"still probing {self._probing}, for {format_seconds(now - self._began)}")
 
     def _kept(self, trial: Trial, result: ProbeResult) -> Trial:
         keep_confirmation(self._study, trial.number, result)

@@ -18,7 +18,7 @@ from autofit.api.checking import Check
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event
 from autofit.api.reading import source_of
-from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line, quoted
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line, quoted, told
 from autofit.fakegpu.specs import GpuSpec, gpu_spec
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words
@@ -129,6 +129,7 @@ def advice_told(advice: Advice, check: Check) -> Told:
     result, recipe = check.result, check.recipe
     step_s = result.median_step_s
     card, stated = advice.card, stated_by(recipe)
+    lines = [told(line, str) for line in advice_lines(advice, recipe, result, check.capacity_bytes)]
     return {
         "is": "advice",
         "mends": [_change(change, recipe, step_s, stated) for change in advice.changes],
@@ -139,7 +140,7 @@ def advice_told(advice: Advice, check: Check) -> Told:
             "capacity_bytes": card.capacity_bytes, "step_s": card.step_s,
             "smaller": card.capacity_bytes < check.capacity_bytes,
         },
-        "lines": [line for line in advice_lines(advice, recipe, result, check.capacity_bytes) if "--" not in line],
+        "lines": [line for line in lines if "--" not in line],
         "ended_early": advice.ending is not None,
     }  # fmt: skip
 
