@@ -188,6 +188,15 @@ def test_rmsprop_of_bitsandbytes_clashes_with_bfloat16_gradients(optim: str, *, 
     assert [clash.key for clash in clashes(recipe)] == ["optim"] * fails
 
 
+@pytest.mark.parametrize(("changes", "fails"), [
+    ({"load_in_4bit": True}, True), ({"load_in_8bit": True}, True), ({}, False),
+    ({"load_in_4bit": True, "fp16": False, "bf16": True}, False),
+])  # fmt: skip
+def test_loss_scaling_clashes_with_adapters_of_a_quantised_model(changes: dict[str, object], *, fails: bool) -> None:
+    recipe = recipe_on(Launch(), **{"use_peft": True, "fp16": True, "bf16": False, **changes})
+    assert [clash.key for clash in clashes(recipe)] == ["fp16"] * fails
+
+
 @pytest.mark.parametrize(
     ("model", "trainer", "use_peft", "fails"),
     [

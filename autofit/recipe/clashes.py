@@ -41,6 +41,10 @@ def _has_own_lm_head(recipe: Recipe) -> bool:
     return by_head and text_config(recipe.model).get("tie_word_embeddings") is False
 
 
+def _is_trls(recipe: Recipe) -> bool:
+    return profile(recipe.trainer_name or recipe.trainer).of_trl
+
+
 CLASHES = (
     Clash(  # transformers: generation/utils.py, line 784; continuous_batching/continuous_api.py, line 1211
         settings={SHARDING: ("fsdp2",), OFFLOAD: ("parameters",), "use_vllm": (False,)},
@@ -70,6 +74,17 @@ CLASHES = (
         what="bitsandbytes' RMSprop has no kernel for bfloat16 gradients: it ends with `data type combination not "
              "supported` in the first optimizer step",
         fix="set optim: adamw_bnb_8bit, or dtype: float32",
+    ),
+    *(
+        Clash(  # trl/trainer/sft_trainer.py, line 911, and its like; seen with the CUDA build of torch 2.13
+            settings={"fp16": (True,), "use_peft": (True,), low_bits: (True,)},
+            key="fp16",
+            what="TRL makes the adapters of a quantised model bfloat16, and the loss scaling of fp16 has no kernel for "
+                 "their gradients: it ends with `not implemented for 'BFloat16'` in the first optimizer step",
+            fix="set fp16: false and bf16: true",
+            when=_is_trls,
+        )
+        for low_bits in ("load_in_4bit", "load_in_8bit")
     ),
 )  # fmt: skip
 

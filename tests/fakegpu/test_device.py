@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -308,3 +309,16 @@ def test_a_tensor_may_be_shared_with_other_processes() -> None:
             epoch = torch.zeros(1, dtype=torch.int64, device=device)
             assert epoch.share_memory_() is epoch
     assert torch.zeros(1).share_memory_().is_shared()
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_loss_scaling_refuses_gradients_in_bfloat16(dtype: torch.dtype, *, refused: bool) -> None:
+    with fake_gpu("l4"):
+        weight = torch.nn.Parameter(torch.zeros(4, device="cuda", dtype=dtype))
+        optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cuda")
+        scaler.scale(weight.sum()).backward()
+        expected = (
+            pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'") if refused else nullcontext()
+        )
+        with expected:
+            scaler.step(optimizer)

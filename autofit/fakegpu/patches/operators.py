@@ -40,6 +40,7 @@ def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
                 handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, without scratch
     accumulation_in_place(gpu.tracer)
     if gpu.mode == "cuda":
+        handlers[_UNSCALE] = _unscaled(gpu)
         for function in (aten.convolution.default, aten.convolution_backward.default):
             handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
         yield torch._C, "_select_conv_backend", _convolution_backend, "the CUDA build asks a driver that may be missing"
@@ -54,6 +55,23 @@ def _convolution_backend(
         return backend.CudnnTranspose
     depthwise = input.dim() in (3, 4) and groups == input.shape[1] > 1 and weight.shape[0] % input.shape[1] == 0
     return backend.CudaDepthwise2d if depthwise else backend.Cudnn
+
+
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def _unscaled(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object]], object]:
+    """The loss scaling of float16 refuses gradients in bfloat16, as its kernel does (AmpKernels.cu)."""
+
+    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        if any(gradient.dtype is torch.bfloat16 for gradient in cast("Sequence[torch.Tensor]", args[0])):
+            raise NotImplementedError(
+                "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+            )
+        shortcut = gpu.tracer.shortcut
+        return shortcut.run(_UNSCALE, args, kwargs) if shortcut else _UNSCALE(*args, **kwargs)
+
+    return run
 
 
 def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[object], Mapping[str, object]], object]:
