@@ -480,22 +480,30 @@ def _index_put(
     accumulate: bool = False, *_: object, **__: object,
 ) -> Held:  # fmt: skip
     """index_put_with_sort_kernel in Indexing.cu sorts what is accumulated; a mask's rows are gone by then."""
-    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    rows: Held = tuple(8 * mask.numel() * mask.dim() for mask in masks)
     given = [index for index in indices if index is not None]
+    masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
+    true = _true_in(masks[0], self, values) if masks and len(given) == 1 and masks[0] is indices[0] else None
+    rows: Held = tuple(8 * (mask.numel() if true is None else true) * mask.dim() for mask in masks)
     longs: Held = tuple(8 * index.numel() for index in given if index.dtype is torch.int32)
     if not accumulate:
         number = values.numel() == 1 and values.device.type == "cpu"  # fills what the mask has (masked_fill)
         return () if number and masks else (*rows, *longs)
     dims = sum(index.dim() if index in masks else 1 for index in given)
     first = next(place for place, index in enumerate(indices) if index is not None)
-    count = prod(torch.broadcast_shapes(*((index.numel(),) if index in masks else index.shape for index in given)))
+    shapes = [(index.numel(),) if index in masks else index.shape for index in given]
+    count = prod(torch.broadcast_shapes(*shapes)) if true is None else true
     slices = prod(self.shape[first + dims :])
     bits = max(1, ((self.numel() - 1) // max(slices, 1)).bit_length())
     whole = count * slices * prod(self.shape[:first])
     copied = values.numel() != whole or not values.is_contiguous()
     copy: Held = (whole * values.element_size(),) if copied else ()
     return *copy, *[8 * count] * 4, sort_pairs_bytes(count, key_bytes=8, key_bits=bits)
+
+
+def _true_in(mask: torch.Tensor, self: torch.Tensor, values: torch.Tensor) -> int | None:
+    """How many elements of a mask over the first dimensions are true, where `values` has a row for each; else None."""
+    has_rows = values.dim() == 1 + self.dim() - mask.dim() and values.shape[0] > 1
+    return values.shape[0] if has_rows else None
 
 
 def _masked_scatter(spec: GpuSpec, self: torch.Tensor, mask: torch.Tensor, *_: object) -> Held:

@@ -145,6 +145,15 @@ def test_gradients_accumulated_at_indices_are_sorted_first() -> None:
     assert (peak, kept) == (4 * 18944 + 43008, 0)  # linear, sorted, original and new numbers; CUB's buffers
 
 
+def test_rows_that_a_mask_takes_are_as_many_as_their_values() -> None:
+    with fake_gpu("h100") as gpu, torch.no_grad():
+        x, mask, values = floats(2, 3000, 100), torch.ones(2, 3000, device="cuda") > 0, floats(5990, 100)
+        known = peak_and_kept(gpu, lambda: x.index_put_((mask,), values, accumulate=True))
+        rows = [longs(5990), longs(5990)]
+        given = peak_and_kept(gpu, lambda: x.index_put_(rows, values, accumulate=True))
+    assert known == given
+
+
 def test_a_convolution_asks_no_driver_for_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver(*_: object, **__: object) -> object:
         raise RuntimeError("CUDA driver version is insufficient")
