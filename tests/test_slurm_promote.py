@@ -32,7 +32,7 @@ from autofit.promotion.run_folder import REQUEUES, ending_of
 from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, superseded
 from autofit.promotion.tuned import Tuned
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.server import RolloutServer
+from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import Kind, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")

@@ -22,9 +22,7 @@ from autofit.commands.arguments import parser
 from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
 from autofit.files import TornFile
-from autofit.recipe.reach import only_below
-from autofit.recipe.source import Source
-from autofit.recipe.yaml_file import parse_yaml
+from autofit.recipe.yaml_file import Source, only_below, parse_yaml
 from autofit.web.allowed import allowed, allowed_launch, write_config, write_training
 from autofit.web.answering import TOLD, batch_words, run
 from autofit.web.files import FILES, examples

@@ -8,7 +8,7 @@ from pathlib import Path
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.promoted import PromotedRun, Runs
 from autofit.errors import AutofitError, ConfigError, option
-from autofit.hardware.usage import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
+from autofit.hardware.health import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
 from autofit.probing.at_work import AtWork, pid_of_job, probes_at_work
 from autofit.space.traits import describe_changes
 from autofit.watching.contract import Row

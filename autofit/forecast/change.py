@@ -8,7 +8,7 @@ from autofit.forecast.margin import is_tight, needed_bytes, roomy_bytes, shown_b
 from autofit.frontends.writing import own_words
 from autofit.hardware.hardware import BFLOAT16_CAPABILITY, Device
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.clashes import OFFLOAD
+from autofit.recipe.findings import OFFLOAD
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.traits import describe_changes, set_options

@@ -25,7 +25,7 @@ from autofit.plugin.protocol import BEFORE_UPDATE, LOAD, LOG_PROBS, OPTIMIZER, R
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
-from autofit.recipe.clashes import clashes
+from autofit.recipe.findings import clashes
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
 

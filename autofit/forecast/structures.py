@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 
 from autofit.forecast.predictions import Predictions
-from autofit.plugin.padding import is_padded
-from autofit.recipe.clashes import OFFLOAD
+from autofit.plugin.protocol import is_padded
+from autofit.recipe.findings import OFFLOAD
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Candidate, Space, Value

@@ -15,7 +15,7 @@ from autofit.hardware.hardware import Device, card_of, choose_device, gpus, slic
 from autofit.hardware.nvml import why_none
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import Launch
-from autofit.recipe.server import RolloutServer, needs_server
+from autofit.recipe.launching import RolloutServer, needs_server
 
 _NAMES_FILES = re.compile(r"dataset|data_files|data_dir|model_name_or_path|reward|teacher|tokenizer|chat_template_path")
 _IS_A_PATH = re.compile(r"(/|\./|\.\./|~/).*|.*\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|jinja)")

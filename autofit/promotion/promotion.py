@@ -46,8 +46,8 @@ from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launching import RolloutServer
 from autofit.recipe.recipe import merge
-from autofit.recipe.server import RolloutServer
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import BEST, LEANEST, Rule, Trial, leanest, winner

@@ -24,8 +24,8 @@ from autofit.probing.supervise import ProcessEnding, die_with_parent, free_port,
 from autofit.promotion.interruption import deaf_children, start_deaf
 from autofit.promotion.run_folder import LOOPBACK
 from autofit.promotion.server import Post, log_of_server
+from autofit.recipe.launching import COMMAND, RolloutServer
 from autofit.recipe.secrets import opened
-from autofit.recipe.server import COMMAND, RolloutServer
 
 _LOOK_S = 1.0  # between two questions whether the server answers
 _ANSWER_S = 2.0

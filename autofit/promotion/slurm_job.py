@@ -25,7 +25,7 @@ from autofit.promotion.run_folder import ADDRESS, REQUEUES, RunFolder, forget_en
 from autofit.promotion.server import Beside, Post, log_of_server
 from autofit.promotion.server_keeper import start_keeper
 from autofit.recipe.launch import Launch
-from autofit.recipe.server import RolloutServer
+from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import read_progress
 
 _POLL_S = 0.2
