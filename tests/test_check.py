@@ -24,7 +24,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import advice_lines
 from autofit.forecast.change import Change
-from autofit.forecast.crash import crash_of, step_of_longest
+from autofit.forecast.estimate import crash_of, step_of_longest
 from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_yaml_mapping

@@ -20,10 +20,9 @@ from rank_peaks import real_peaks
 from trl.trainer import dpo_trainer, sft_trainer
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.forecast.bounds import Bounds, Known
-from autofit.forecast.crash import Crash
+from autofit.forecast.estimate import Crash
 from autofit.forecast.forecast import Forecaster
-from autofit.forecast.levers import MICRO
+from autofit.forecast.levers import MICRO, Bounds, Known
 from autofit.forecast.predictions import Predictions
 from autofit.forecast.structures import as_evaluated, most_evaluated
 from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase

@@ -27,9 +27,8 @@ from autofit.fakegpu.kernels import KERNELS, Kernel
 from autofit.fakegpu.rates.cards import rates_name, stand_in
 from autofit.fakegpu.scratch import SCRATCH, Scratch
 from autofit.fakegpu.specs import _spec
-from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.faster import _others
-from autofit.forecast.levers import Levers
+from autofit.forecast.levers import Bounds, Known, Levers
 from autofit.hardware.hardware import card_of, choose_device_and_target
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import is_alive, place_in_slurm, start_job

@@ -17,7 +17,7 @@ from test_slurm_promote import logs, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
 from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env
-from autofit.promotion.interruption import ask_to_end
+from autofit.promotion.run_folder import ask_to_end
 from autofit.promotion.server import Beside
 from autofit.promotion.server_keeper import start_keeper
 from autofit.watching.events import Kind, events_of

@@ -13,7 +13,7 @@ from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
-from autofit.forecast.crash import Crash, crash_of
+from autofit.forecast.estimate import Crash, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.launching import launch_options

@@ -8,9 +8,8 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 from autofit.errors import Cancelled
-from autofit.forecast.bounds import MADE, Bounds, Known
 from autofit.forecast.change import Change, Trier
-from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Levers
+from autofit.forecast.levers import CHECKPOINTING, MADE, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Bounds, Known, Levers
 from autofit.plugin.protocol import ROLLOUT as ROLLOUT_PHASE
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import TIERS, Tier

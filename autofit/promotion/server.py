@@ -27,8 +27,7 @@ from autofit.probing.supervise import (
     free_port,
     kill_descendants,
 )
-from autofit.promotion.interruption import asked_to_end
-from autofit.promotion.run_folder import LOOPBACK, RunFolder
+from autofit.promotion.run_folder import LOOPBACK, RunFolder, asked_to_end
 
 _FOLDER = "server"
 

@@ -21,8 +21,7 @@ from typing import cast
 from autofit.errors import AutofitError, one_line
 from autofit.files import read_json
 from autofit.probing.supervise import ProcessEnding, die_with_parent, free_port, keep, started_by
-from autofit.promotion.interruption import deaf_children, start_deaf
-from autofit.promotion.run_folder import LOOPBACK
+from autofit.promotion.run_folder import LOOPBACK, deaf_children, start_deaf
 from autofit.promotion.server import Post, log_of_server
 from autofit.recipe.launching import COMMAND, RolloutServer
 from autofit.recipe.secrets import opened

@@ -6,12 +6,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autofit.units import format_bytes
-from autofit.watching.contract import Actual, Promise, Row, actual_of, contract, elsewhere, seconds_text, verdict
+from autofit.watching.contract import (
+    Actual,
+    Promise,
+    Row,
+    StepFacts,
+    Watched,
+    Watcher,
+    actual_of,
+    contract,
+    elsewhere,
+    seconds_text,
+    verdict,
+)
 from autofit.watching.events import Kind, RunEvent, events_of
-from autofit.watching.watcher import StepFacts, Watched, Watcher
 
 if TYPE_CHECKING:
-    from autofit.watching.card_memory import CardPeak
+    from autofit.watching.memory import CardPeak
 
 _FIRST_LOOK = 5  # steps after the first one of a start, then twice as many, and so on: each look reads every step time
 
@@ -148,6 +159,6 @@ def _device_name(device: str) -> str:
 
 
 def _card_use() -> "CardPeak | None":
-    from autofit.watching.card_memory import card_use  # imports torch
+    from autofit.watching.memory import card_use  # imports torch
 
     return card_use()

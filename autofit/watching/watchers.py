@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autofit.units import format_bytes, format_seconds
-from autofit.watching.contract import Promise
+from autofit.watching.contract import Promise, Watched, Watcher
 from autofit.watching.contract_watcher import ContractWatcher
 from autofit.watching.events import Kind, RunEvent
 from autofit.watching.guards import GuardWatcher
@@ -12,7 +12,6 @@ from autofit.watching.memory import MemoryWatcher
 from autofit.watching.progress import ProgressWatcher
 from autofit.watching.rewards import RewardWatcher
 from autofit.watching.thresholds import Guard, GuardCheck
-from autofit.watching.watcher import Watched, Watcher
 
 _MOST_NAMES = 8  # of LoRA's targets
 

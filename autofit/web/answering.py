@@ -23,8 +23,7 @@ from autofit.fakegpu.specs import GpuSpec, gpu_spec
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words
 from autofit.forecast.change import Change
-from autofit.forecast.crash import crash_of
-from autofit.forecast.estimate import Estimator
+from autofit.forecast.estimate import Estimator, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.draft import NOT_SIMULATED, Explanation
