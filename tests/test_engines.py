@@ -13,8 +13,7 @@ from engines.__main__ import rows, tokens_per_s
 from recipes import inspect
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.forward import Decoder, PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.forecast.evaluation import Parts, Rollout, with_engine

@@ -23,8 +23,8 @@ from drivers import FAKE_GPU_UUID, Card, Driver
 from search_driver import plan
 
 import autofit
+from autofit.api.monitoring import tables_of
 from autofit.api.promoted import Runs
-from autofit.api.snapshot_tables import tables_of
 from autofit.cli import main
 from autofit.cluster.slurm import Queue
 from autofit.errors import ConfigError

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autofit.commands.promote import step_line
+from autofit.commands.studies import step_line
 from autofit.watching.contract import Watched
 from autofit.watching.progress import ProgressWatcher, progress_of, progress_words, shift, trend
 

@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.communication import Call
-from autofit.fakegpu.engines.continuous import PagedBatching
+from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.kernels import Times, flops, kernel_of, traffic
 from autofit.fakegpu.rates.collectives import CollectiveSeconds

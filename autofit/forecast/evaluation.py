@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from autofit.fakegpu.engines.continuous import PagedBatching
+from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED

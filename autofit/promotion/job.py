@@ -47,8 +47,7 @@ from autofit.promotion.run_folder import (
     unloadable,
     write_ending,
 )
-from autofit.promotion.server import Beside
-from autofit.promotion.server_keeper import start_keeper
+from autofit.promotion.server import Beside, start_keeper
 from autofit.proof.proof import Verdict, prove_changes
 from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe

@@ -31,8 +31,7 @@ from autofit.promotion.run_folder import (
     listen,
     tell_ending,
 )
-from autofit.promotion.server import Beside, Post, log_of_server
-from autofit.promotion.server_keeper import start_keeper
+from autofit.promotion.server import Beside, Post, log_of_server, start_keeper
 from autofit.recipe.launch import Launch
 from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import read_progress

@@ -42,8 +42,7 @@ from autofit.recipe.yaml_file import Source, only_below
 from autofit.space.knob import stated_by
 from autofit.space.traits import describe_changes, reason_for, samples_word
 from autofit.web.allowed import SUFFIXES, Allowed, allowed, allowed_launch, write_config, write_training
-from autofit.web.question import Question
-from autofit.web.simulator import Shared
+from autofit.web.simulator import Question, Shared
 
 _ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)
 Told = dict[str, object]

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from source import PACKAGE, VERSION, Columns, Floats, download, read
 
 import autofit.fakegpu.rates
-from autofit.fakegpu.rates.cards import STEP
 from autofit.fakegpu.rates.collectives import MEASURED
-from autofit.fakegpu.rates.products import Grid
+from autofit.fakegpu.rates.products import STEP, Grid
 
 PATH = Path(autofit.fakegpu.rates.__file__).parent / "nccl.npz"
 NEWEST = {  # system: version of NCCL, the newest that was measured

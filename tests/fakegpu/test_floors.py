@@ -19,12 +19,12 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
-        "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
+        "patches", "patches.guard", "patches.redirect", "rates", "reductions", "specs",
     ),
-    ("depth.stack", "ranks", "rates.cards", "replay", "scratch"),
+    ("depth.stack", "ranks", "rates.products", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
     ("engines.forward", "kernels", "rates.error"),
-    ("communication", "engines.continuous", "engines.schedule", "memory", "op_cache"),
+    ("communication", "engines.schedule", "memory", "op_cache"),
     ("engines.vllm", "timeline"),
     ("clock", "formula.kernel_log"),
     ("calibrate", "depth.delay", "formula.seconds", "fusion"),

@@ -26,8 +26,7 @@ from autofit.fakegpu.allocator import SMALL_BYTES
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import Delay, LayerClock
 from autofit.fakegpu.depth.stack import full_config, repeats, stack_of, stands_for, text_config
-from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.forward import Decoder, PagedBatching
 from autofit.fakegpu.patches.redirect import untouched
 from autofit.fakegpu.patches.same_calls import if_alike_played
 
@@ -290,7 +289,7 @@ Target = tuple[object, str, object, str]
 #
 # Fake tensors cannot enter another thread. So `generate_batch` is played here: one step of the real model with one
 # token of each sequence, its sampling, and then the rest of the steps by the clock. What the paged cache and its
-# attention add is `engines.continuous`. While a forecast traces a training (`clock.log`), two steps of the model are
+# attention add is `engines.forward`. While a forecast traces a training (`clock.log`), two steps of the model are
 # traced and the forecast adds the rest for each candidate.
 
 _DEFAULT_SHARE = 0.9  # of transformers; TRL sets 0.5

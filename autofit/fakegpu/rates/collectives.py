@@ -21,8 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from autofit.fakegpu.rates.cards import STEP
-from autofit.fakegpu.rates.products import Grid
+from autofit.fakegpu.rates.products import STEP, Grid
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, GpuSpec
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]  # `Kind` of communication

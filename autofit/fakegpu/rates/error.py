@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autofit.fakegpu.rates.cards import MEASURED
 from autofit.fakegpu.rates.collectives import TABLES
+from autofit.fakegpu.rates.products import MEASURED
 from autofit.fakegpu.specs import GpuSpec
 
 HOST = "host"
