@@ -27,7 +27,7 @@ from autofit.fakegpu.kernels import KERNELS, Kernel
 from autofit.fakegpu.rates.products import rates_name, stand_in
 from autofit.fakegpu.scratch import SCRATCH, Scratch
 from autofit.fakegpu.specs import _spec
-from autofit.forecast.faster import _others
+from autofit.forecast.change import _others
 from autofit.forecast.levers import Bounds, Known, Levers
 from autofit.hardware.hardware import card_of, choose_device_and_target
 from autofit.probing.cluster_launch import ClusterLauncher

@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("card", "depth.rounds", "patches.tensors"),
     ("patches.same_calls", "patches.walks"),
     (
-        "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
+        "patches.attention", "patches.cuda_api", "patches.operators",
         "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
     ("patches.distributed", "patches.libraries", "patches.low_bit"),
