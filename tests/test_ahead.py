@@ -15,7 +15,7 @@ from search_driver import plan
 
 from autofit.api import searching
 from autofit.api.events import Event, TrialResult
-from autofit.commands.bar import Bar
+from autofit.commands.common import Bar
 from autofit.commands.predict import _Display
 from autofit.forecast.estimate import Estimator
 from autofit.tuning.frontier import Trial, winner

@@ -17,7 +17,7 @@ from autofit.fakegpu.engines.forward import Decoder, PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.forecast.evaluation import Parts, Rollout, with_engine
-from autofit.forecast.structures import Shape
+from autofit.forecast.predictions import Shape
 from autofit.forecast.worker import Structure
 from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.plugin.registry import load

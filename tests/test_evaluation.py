@@ -23,8 +23,7 @@ from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.forecast.estimate import Crash
 from autofit.forecast.forecast import Forecaster
 from autofit.forecast.levers import MICRO, Bounds, Known
-from autofit.forecast.predictions import Predictions
-from autofit.forecast.structures import as_evaluated, most_evaluated
+from autofit.forecast.predictions import Predictions, as_evaluated, most_evaluated
 from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load

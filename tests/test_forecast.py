@@ -18,7 +18,7 @@ from autofit.forecast import worker
 from autofit.forecast.composed import Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.structures import without
+from autofit.forecast.predictions import without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space

@@ -26,7 +26,7 @@ from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.structures import (
+from autofit.forecast.predictions import (
     WHY_NOT_OFFLOADED,
     as_evaluated,
     has_room,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from autofit.commands.bar import Bar, words_of
 from autofit.commands.common import (
     DONE,
     INTERRUPTED,
     NOTHING_FITS,
+    Bar,
     begin_server,
     ended,
     executor_option,
@@ -30,6 +30,7 @@ from autofit.commands.common import (
     stream,
     streams,
     terminate_like_interrupt,
+    words_of,
 )
 from autofit.commands.studies import show_result
 from autofit.errors import ConfigError, quoted

@@ -23,7 +23,7 @@ from autofit.errors import EnvironmentFault
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.files import read_json, write_json
 from autofit.forecast.evaluation import Engine, Evaluated, Parts, Sketched, passes, plain
-from autofit.forecast.structures import Setting, Shape, Structure, differences, variables
+from autofit.forecast.predictions import Setting, Shape, Structure, differences, variables
 from autofit.hardware import calibration
 from autofit.hardware.hardware import host_memory_bytes, threads_of_each
 from autofit.probing.fork_server import ForkServer

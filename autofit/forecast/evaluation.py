@@ -10,7 +10,7 @@ from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
-from autofit.forecast.structures import LATER, Shape
+from autofit.forecast.predictions import LATER, Shape
 from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SYNC, UPDATE, WAKE_UP
 
 Engine = VllmEngine | PagedBatching

@@ -18,10 +18,10 @@ from autofit.fakegpu.ranks import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
 from autofit.forecast.composed import Composer, Request, Source, Told, Workshop, pairs
-from autofit.forecast.predictions import Predictions
-from autofit.forecast.structures import (
+from autofit.forecast.predictions import (
     LARGE,
     PADDED,
+    Predictions,
     Setting,
     Shape,
     Sorted,

@@ -23,9 +23,8 @@ from autofit.probing.supervise import ProcessEnding
 from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched, needs_server
 from autofit.recipe.profile import profile
-from autofit.recipe.recipe import Recipe, TrainerName, merge
+from autofit.recipe.recipe import Recipe, TrainerName, merge, spread, with_launch
 from autofit.recipe.secrets import sealed, without_secrets
-from autofit.recipe.spread import spread, with_launch
 from autofit.recipe.yaml_file import Source, read_source
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes

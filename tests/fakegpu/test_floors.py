@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("depth.stack", "ranks", "rates.products", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
-    ("engines.forward", "kernels", "rates.error"),
+    ("engines.forward", "kernels"),
     ("communication", "engines.schedule", "memory", "op_cache"),
     ("engines.vllm", "timeline"),
     ("clock", "formula.kernel_log"),

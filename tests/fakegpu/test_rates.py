@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.fakegpu import GPU_SPECS, HostCosts, fake_gpu, gpu_spec
 from autofit.fakegpu.kernels import flops
-from autofit.fakegpu.rates.error import log_error
+from autofit.fakegpu.rates.collectives import log_error
 from autofit.fakegpu.rates.kernels import KernelSeconds, Work
 from autofit.fakegpu.rates.products import MEASURED, Grid, card_rates, rates_name, smoothed, stand_in
 
