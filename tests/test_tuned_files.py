@@ -19,7 +19,7 @@ from autofit.promotion.promotion import _of_made_up, _spelling
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, THREADS, Launch
 from autofit.recipe.launching import launched
-from autofit.tracking.trial_run import with_launch
+from autofit.tracking.runs import with_launch
 from autofit.tuning.record import StudyRecord
 
 LAUNCHES = [

@@ -19,8 +19,7 @@ from urllib.parse import urlencode
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.supervise import free_port
 from autofit.tracking.database import tracking_uri
-from autofit.tracking.runs import PROMISE, ROLE, STATUS, TIER, client, experiment_id, runs_of
-from autofit.tracking.trial_run import trial_params
+from autofit.tracking.runs import PROMISE, ROLE, STATUS, TIER, client, experiment_id, runs_of, trial_params
 from autofit.tuning.frontier import Trial
 from autofit.tuning.study import load_study
 
