@@ -251,7 +251,7 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
     )  # fmt: skip
     for module in (checking, estimating):
         monkeypatch.setattr(module, "estimator", lambda *_: nullcontext(made))
-        monkeypatch.setattr(module, "tell_left_out", lambda *_: happened.append("left out"))
+    monkeypatch.setattr(estimating, "tell_left_out", lambda *_: happened.append("left out"))
     for call in (checking.check, estimating.estimate):
         happened.clear()
         found = call(None, advice_time="90s", on_result=lambda one: happened.append(f"{one.fits} {one.advice}"))
