@@ -13,10 +13,8 @@ from autofit.commands.arguments import parser
 from autofit.commands.common import INTERRUPTED, WRONG_USAGE, lose_no_interrupt, say, stranger_in, was_interrupted
 from autofit.commands.doctor import doctor, init
 from autofit.commands.help import completion
-from autofit.commands.predict import advise, check, estimate, explain, fit_check
-from autofit.commands.promote import export, jobs, promote, run, verify
-from autofit.commands.search import search
-from autofit.commands.studies import monitor, report, studies, sync, ui
+from autofit.commands.predict import advise, check, estimate, explain, fit_check, search
+from autofit.commands.studies import export, jobs, monitor, promote, report, run, studies, sync, ui, verify
 from autofit.commands.web import server, web
 from autofit.errors import AutofitError, ConfigError, one_line
 from autofit.recipe.secrets import without_secrets

@@ -80,6 +80,6 @@ class Driver:
         return done.stderr.splitlines()[-1]
 
     def _ran(self, expression: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        names = "hardware, health, nvml, usage"
+        names = "hardware, health, nvml"
         code = f"import json, sys; from autofit.hardware import {names}\nprint(json.dumps({expression}))"
         return subprocess.run([sys.executable, "-c", code], env=self.env(**env), capture_output=True, text=True)

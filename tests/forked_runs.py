@@ -20,7 +20,7 @@ from autofit.plugin.registry import load
 from autofit.probing import fork_server, kept_server, launch
 from autofit.probing.supervise import note_of
 from autofit.promotion import job, promotion
-from autofit.promotion.interruption import deaf_children
+from autofit.promotion.run_folder import deaf_children
 
 _OF_MLFLOW = (
     "autofit.tracking.study_mirror", "autofit.tracking.promoted_run", "mlflow.store.tracking.sqlalchemy_store",

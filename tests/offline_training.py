@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from autofit.promotion import training
-from autofit.promotion.interruption import ask_to_end, listen
 from autofit.promotion.reports import Following
+from autofit.promotion.run_folder import ask_to_end, listen
 
 
 def run(request_path: str) -> int:

@@ -11,9 +11,8 @@ from recipes import grpo_recipe
 from autofit.errors import Cancelled
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, cheapest_changes
-from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change
-from autofit.forecast.levers import Assignment
+from autofit.forecast.levers import Assignment, Bounds, Known
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import SYNC_EACH_BATCH
 from autofit.recipe.recipe import merge

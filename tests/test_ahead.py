@@ -15,8 +15,8 @@ from search_driver import plan
 
 from autofit.api import searching
 from autofit.api.events import Event, TrialResult
-from autofit.commands.bar import Bar
-from autofit.commands.search import _Display
+from autofit.commands.common import Bar
+from autofit.commands.predict import _Display
 from autofit.forecast.estimate import Estimator
 from autofit.tuning.frontier import Trial, winner
 from autofit.tuning.search import Search, open_study

@@ -24,7 +24,7 @@ from autofit.files import write_json
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.source import read_source
+from autofit.recipe.yaml_file import read_source
 from autofit.space.space import Knob
 from autofit.tuning.frontier import Trial
 

@@ -14,7 +14,7 @@ from tiny import write_model as write_words
 from transformers import AutoConfig
 
 from autofit.fakegpu.depth.stack import NotRepeatingError, layer_prints, plan_stack, shrink
-from autofit.forecast.models import Made
+from autofit.forecast.composed import Made
 from autofit.forecast.worker import Point, Structure
 from autofit.trainers.keys import ROLLOUTS, TILE_TOKENS
 

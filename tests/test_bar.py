@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import tiny
 
-from autofit.commands.bar import SCREEN, Bar, Step, keep_pace, paces
-from autofit.commands.common import say
+from autofit.commands.common import SCREEN, Bar, Step, keep_pace, paces, say
 
 WORDS = "simulating the recipe"
 DRIVER = """
 import sys, time
-from autofit.commands.bar import Bar
+from autofit.commands.common import Bar
 bar = Bar("check", "r.yaml")
 bar.begin("reading the recipe")
 time.sleep(0.4)

@@ -10,7 +10,7 @@ import yaml
 
 from autofit.commands.common import settings
 from autofit.errors import ConfigError
-from autofit.recipe.source import baseline_path
+from autofit.recipe.yaml_file import baseline_path
 
 
 def autofit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,8 @@ from recipes import grpo_recipe, trl_facts
 
 from autofit.api.lower_tiers import Outside, outside, outside_lines, outside_of
 from autofit.fakegpu.specs import gpu_spec
-from autofit.forecast.change import Change, Trier, other_card
+from autofit.forecast.change import Change, Trier, faster_changes, other_card
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.faster import faster_changes
 from autofit.forecast.levers import MICRO, Levers
 from autofit.hardware.hardware import Device
 from autofit.probing.fork_server import ForkServer

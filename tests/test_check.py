@@ -24,7 +24,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.advice_text import advice_lines
 from autofit.forecast.change import Change
-from autofit.forecast.crash import crash_of, step_of_longest
+from autofit.forecast.estimate import crash_of, step_of_longest
 from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_yaml_mapping
@@ -257,7 +257,7 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
     )  # fmt: skip
     for module in (checking, estimating):
         monkeypatch.setattr(module, "estimator", lambda *_: nullcontext(made))
-        monkeypatch.setattr(module, "tell_left_out", lambda *_: happened.append("left out"))
+    monkeypatch.setattr(estimating, "tell_left_out", lambda *_: happened.append("left out"))
     for call in (checking.check, estimating.estimate):
         happened.clear()
         found = call(None, advice_time="90s", on_result=lambda one: happened.append(f"{one.fits} {one.advice}"))

@@ -17,11 +17,20 @@ from autofit.probing.supervise import note_of
 from autofit.promotion import place
 from autofit.promotion.place import training_device
 from autofit.tuning.comparison import NOISE_FRAC
-from autofit.watching.card_memory import CardPeak
-from autofit.watching.contract import Actual, Promise, Row, contract, contract_of, verdict, verdict_of
-from autofit.watching.contract_watcher import ContractWatcher
+from autofit.watching.contract import (
+    Actual,
+    Promise,
+    Row,
+    StepFacts,
+    Watched,
+    contract,
+    contract_of,
+    verdict,
+    verdict_of,
+)
 from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress
-from autofit.watching.watcher import StepFacts, Watched
+from autofit.watching.memory import CardPeak
+from autofit.watching.watchers import ContractWatcher
 
 CPU = "a fast CPU x 2"
 PROMISE = Promise(
@@ -204,10 +213,10 @@ def test_on_a_card_the_bytes_outside_the_allocator_are_added_and_asked_for_once_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = iter((3 * 10**8, 5 * 10**8))
-    monkeypatch.setattr("autofit.watching.contract_watcher._card_use", lambda: CardPeak(lambda: next(outside)))
-    monkeypatch.setattr("autofit.watching.contract_watcher._device_name", lambda device: CPU)
+    monkeypatch.setattr("autofit.watching.watchers.card_use", lambda: CardPeak(lambda: next(outside)))
+    monkeypatch.setattr("autofit.watching.watchers._device_name", lambda device: CPU)
     clock = iter((0.0, 0.4, 1.2, 1.3))
-    monkeypatch.setattr("autofit.watching.card_memory.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("autofit.watching.memory.time.monotonic", lambda: next(clock))
     watcher = ContractWatcher()
     run = Watched(folder=tmp_path, trainer="sft", values={}, device="cuda", generates=False, samples_per_step=8,
                   first_step=0, last_step=9, promise=PROMISE)  # fmt: skip

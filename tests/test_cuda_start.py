@@ -16,11 +16,10 @@ from autofit.errors import EnvironmentFault
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import Gpu
 from autofit.probing import job
-from autofit.probing.cuda_start import CudaStart, check_cuda, cuda_start, held_cards, start_problem
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Next, to_mend, what_next
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.probing.slots import slots
+from autofit.probing.slots import CudaStart, check_cuda, cuda_start, held_cards, slots, start_problem
 from autofit.probing.supervise import ProcessEnding
 
 H100 = Gpu(name="NVIDIA H100", uuid="GPU-1", capacity_bytes=80 << 30)

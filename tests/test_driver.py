@@ -35,7 +35,7 @@ def test_a_card_that_its_driver_refuses_is_named_and_the_others_are_seen(driver:
     driver.has(ALIKE[0], BROKEN[kind], ALIKE[2])
     assert driver.told(SEEN) == [ALIKE[0].uuid, ALIKE[2].uuid]
     assert driver.told("nvml.driver_cards().refused") == [f"card 1 is left out, its driver says: {words}"]
-    assert driver.told("[use.gpu.uuid for use in usage.card_uses()]") == [ALIKE[0].uuid, ALIKE[2].uuid]
+    assert driver.told("[use.gpu.uuid for use in health.card_uses()]") == [ALIKE[0].uuid, ALIKE[2].uuid]
     look = "[[gpu.index for gpu in health.look_at_cards().cards], *health.look_at_cards().refused]"
     assert driver.told(look) == [[0, 2], f"card 1 is left out, its driver says: {words}"]
 

@@ -14,7 +14,7 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.plugin import registry
 from autofit.plugin.protocol import Inspection, WorstCase
-from autofit.recipe.source import read_source
+from autofit.recipe.yaml_file import read_source
 from autofit.trainers import key_table
 from autofit.trainers.early import check
 from autofit.trainers.key_table import table_of

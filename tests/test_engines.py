@@ -13,12 +13,11 @@ from engines.__main__ import rows, tokens_per_s
 from recipes import inspect
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.forward import Decoder, PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.forecast.evaluation import Parts, Rollout, with_engine
-from autofit.forecast.structures import Shape
+from autofit.forecast.predictions import Shape
 from autofit.forecast.worker import Structure
 from autofit.plugin.protocol import Report, Task, WorstCase
 from autofit.plugin.registry import load

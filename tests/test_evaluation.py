@@ -20,12 +20,10 @@ from rank_peaks import real_peaks
 from trl.trainer import dpo_trainer, sft_trainer
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.forecast.bounds import Bounds, Known
-from autofit.forecast.crash import Crash
+from autofit.forecast.estimate import Crash
 from autofit.forecast.forecast import Forecaster
-from autofit.forecast.levers import MICRO
-from autofit.forecast.predictions import Predictions
-from autofit.forecast.structures import as_evaluated, most_evaluated
+from autofit.forecast.levers import MICRO, Bounds, Known
+from autofit.forecast.predictions import Predictions, as_evaluated, most_evaluated
 from autofit.plugin.protocol import EVALUATION, Control, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load

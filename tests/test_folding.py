@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.api.events import TrialResult
-from autofit.api.monitoring import Card, Host, Probe, Snapshot
-from autofit.api.snapshot_tables import tables_of
+from autofit.api.monitoring import Card, Host, Probe, Snapshot, tables_of
 from autofit.api.tables import _text_of, front_table, sensitivity_table
 from autofit.folding import Folding
 from autofit.forecast.estimate import estimate_table

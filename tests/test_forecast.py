@@ -15,11 +15,10 @@ from transformers import Qwen3Config
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast import worker
-from autofit.forecast.composed import Source, changed_bytes
+from autofit.forecast.composed import Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.models import Made, Workshop
-from autofit.forecast.structures import without
+from autofit.forecast.predictions import without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space

@@ -9,7 +9,7 @@ from autofit.files import read_json, write_json
 from autofit.probing import inspection
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare
-from autofit.recipe.source import read_source
+from autofit.recipe.yaml_file import read_source
 
 TRAINER = """
 import os, signal, sys

@@ -28,12 +28,11 @@ from autofit.plugin.transformers_run import TransformersRun
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import ProcessEnding
 from autofit.promotion.checkpoints import PassedOver, checkpoints, last_checkpoint, prove
-from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.reports import RunRecorder
-from autofit.promotion.run_folder import ending_of, write_ending
+from autofit.promotion.run_folder import ask_to_end, ending_of, write_ending
 from autofit.tuning.search import Search, open_study
+from autofit.watching.contract import Watched
 from autofit.watching.events import Kind, RunEvent, append_line, events_of, read_progress
-from autofit.watching.watcher import Watched
 
 FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors", "trainer_state.json")
 WAYS: dict[str, Callable[[Path], object]] = {

@@ -12,10 +12,9 @@ from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.probing.job import classified
-from autofit.probing.rank_probes import PORT_IS_TAKEN, joined_answer, keep_rank_probes
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slots
-from autofit.probing.supervise import ProcessEnding, RanksEnded
+from autofit.probing.supervise import PORT_IS_TAKEN, ProcessEnding, RanksEnded, joined_answer, keep_rank_probes
 from autofit.recipe.launch import LAUNCH, Launch, check_on_cpu
 from autofit.trainers.examples.two_rewards import TRAINER
 
@@ -92,7 +91,7 @@ def test_a_crash_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
 
 
 def test_a_port_that_was_taken_is_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autofit.probing import rank_probes
+    from autofit.probing import supervise
 
     request = replace(requests_of(tmp_path)[0], rank=None)
     with socket.socket() as other:
@@ -100,7 +99,7 @@ def test_a_port_that_was_taken_is_replaced_by_another(tmp_path: Path, monkeypatc
         other.listen()
         taken = other.getsockname()[1]
         ports = iter((taken, 40000, 40001, 40002))  # two for each try: a rank may resume in a process of its own
-        monkeypatch.setattr(rank_probes, "free_port", lambda: next(ports))
+        monkeypatch.setattr(supervise, "free_port", lambda: next(ports))
 
         def keep(ranks: Sequence[ProbeRequest]) -> RanksEnded:
             fits = ranks[0].port != taken

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.probing.kept import keep_answer, kept_answer
+from autofit.probing.job import keep_answer, kept_answer
 from autofit.probing.launch import Launcher
 from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeSetup, ProbeStatus
 

@@ -17,8 +17,7 @@ from autofit.probing.prepare import _on_machines, prepare
 from autofit.promotion import place
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import LaunchOptions, launch_options
-from autofit.recipe.recipe import Recipe
-from autofit.recipe.spread import with_launch
+from autofit.recipe.recipe import Recipe, with_launch
 
 WHOLE = Gpu(name="NVIDIA A100-SXM4-40GB", uuid="GPU-1", capacity_bytes=40 << 30)
 SLICE = Gpu(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", uuid="MIG-1", capacity_bytes=5 << 30)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 
-from autofit.watching.contract import Promise
+from autofit.watching.contract import Promise, StepFacts, Watched
 from autofit.watching.events import Kind, RunEvent
 from autofit.watching.memory import MemoryWatcher
 from autofit.watching.micro_batches import joined, visits_of
+from autofit.watching.progress import Growth
 from autofit.watching.projection import Law, Projection, Size
-from autofit.watching.trends import Growth
-from autofit.watching.watcher import StepFacts, Watched
 
 MB = 10**6
 WEIGHTS, A_TOKEN, CONTEXT = 400 * MB, 100_000, 50 * MB
@@ -209,7 +208,7 @@ def test_completions_of_a_steady_length_are_not() -> None:
 # ---------------------------------------------------------------------- real trainings
 def test_the_peak_of_the_run_outlives_its_windows() -> None:
     from autofit.fakegpu import fake_gpu
-    from autofit.watching.card_memory import CudaGauge, since_beginning
+    from autofit.watching.memory import CudaGauge, since_beginning
 
     with fake_gpu("t4", mode="cpu"):
         gauge = CudaGauge()

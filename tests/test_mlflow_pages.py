@@ -24,8 +24,7 @@ from search_driver import plan
 from autofit.recipe.secrets import masked
 from autofit.tracking.runs import client, experiment_id, search
 from autofit.tracking.study_mirror import sync
-from autofit.tracking.ui import pages, server
-from autofit.tracking.views import differing, run_path
+from autofit.tracking.ui import differing, pages, run_path, server
 from autofit.tuning.record import record_of
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study, trials_of

@@ -23,13 +23,13 @@ from drivers import FAKE_GPU_UUID, Card, Driver
 from search_driver import plan
 
 import autofit
+from autofit.api.monitoring import tables_of
 from autofit.api.promoted import Runs
-from autofit.api.snapshot_tables import tables_of
 from autofit.cli import main
 from autofit.cluster.slurm import Queue
 from autofit.errors import ConfigError
 from autofit.files import write_json
-from autofit.hardware.usage import HostUse, ProcessUse, host_use, tree_use
+from autofit.hardware.health import HostUse, ProcessUse, host_use, tree_use
 from autofit.probing.at_work import probes_at_work
 from autofit.probing.result import ProbeRequest
 from autofit.probing.supervise import note_of

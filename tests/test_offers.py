@@ -28,8 +28,7 @@ from autofit.probing.host_memory import host_memory
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch
-from autofit.recipe.recipe import Recipe, inner_value
-from autofit.recipe.spread import with_launch
+from autofit.recipe.recipe import Recipe, inner_value, with_launch
 
 GB = 10**9
 SPACE = Path(__file__).parents[1] / "search_spaces" / "grpo.yaml"

@@ -24,12 +24,11 @@ from autofit.commands.arguments import _Kinds
 from autofit.errors import ConfigError
 from autofit.fakegpu import specs
 from autofit.fakegpu.kernels import KERNELS, Kernel
-from autofit.fakegpu.rates.cards import rates_name, stand_in
+from autofit.fakegpu.rates.products import rates_name, stand_in
 from autofit.fakegpu.scratch import SCRATCH, Scratch
 from autofit.fakegpu.specs import _spec
-from autofit.forecast.bounds import Bounds, Known
-from autofit.forecast.faster import _others
-from autofit.forecast.levers import Levers
+from autofit.forecast.change import _others
+from autofit.forecast.levers import Bounds, Known, Levers
 from autofit.hardware.hardware import card_of, choose_device_and_target
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import is_alive, place_in_slurm, start_job

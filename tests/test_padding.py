@@ -10,8 +10,7 @@ from recipes import inspect
 from tiny import write_model, write_recipe
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.plugin.padding import KEPT, SampleLengths, is_padded
-from autofit.plugin.protocol import Report, Task, WorstCase
+from autofit.plugin.protocol import KEPT, Report, SampleLengths, Task, WorstCase, is_padded
 from autofit.plugin.registry import load
 
 FLASH = "flash_attention_2"

@@ -16,10 +16,9 @@ from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.fork_server import ForkServer, call_ranks, detach
 from autofit.probing.supervise import RanksEnded
-from autofit.promotion.interruption import ask_to_end
 from autofit.promotion.job import train_to_the_end
 from autofit.promotion.ladder import RescueLadder
-from autofit.promotion.run_folder import ending_of, forget_ending, log_of
+from autofit.promotion.run_folder import ask_to_end, ending_of, forget_ending, log_of
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.watching.events import Kind, RunEvent, events_of, read_progress

@@ -15,7 +15,7 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.frontends import ms_swift, sharing
 from autofit.frontends.command import UNSURE, commands
-from autofit.frontends.foreign import Foreign
+from autofit.frontends.draft import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
 from autofit.frontends.writing import can_say, changed, in_own_keys, own_text, own_words, source_of, written

@@ -7,9 +7,9 @@ from typing import cast
 
 from autofit.plugin.protocol import Run
 from autofit.promotion.reports import RunRecorder
+from autofit.watching.contract import StepFacts, Watched, Watcher
 from autofit.watching.events import Kind, RunEvent, events_of, read_progress
-from autofit.watching.trends import trend
-from autofit.watching.watcher import StepFacts, Watched, Watcher
+from autofit.watching.progress import trend
 
 
 class Counting(Watcher):

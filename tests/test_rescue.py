@@ -20,7 +20,7 @@ from autofit.plugin.protocol import LOAD, ROLLOUT, UPDATE, Report, SampleFacts
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import ProcessEnding
-from autofit.promotion import promotion, rescue
+from autofit.promotion import job, promotion
 from autofit.promotion.checkpoints import checkpoints, step_of
 from autofit.promotion.ladder import RescueLadder, Speed
 from autofit.promotion.run_folder import Oom, keep_oom, read_oom
@@ -220,7 +220,7 @@ def test_a_ladder_and_an_oom_are_the_same_after_json(tmp_path: Path) -> None:
 @pytest.fixture
 def request_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The request of a run whose rungs all count as proven."""
-    monkeypatch.setattr(rescue, "prove_changes", lambda *_, **__: _Proven(Verdict.PROVEN))
+    monkeypatch.setattr(job, "prove_changes", lambda *_, **__: _Proven(Verdict.PROVEN))
     return requested(tmp_path, ladder_of())
 
 
@@ -237,7 +237,7 @@ def requested(folder: Path, ladder: RescueLadder) -> Path:
     request = {
         "folder": str(folder), "device": "cpu", "trainer": ladder.trainer, "output_dir": str(folder / "out"),
         "generates": ladder.keys.rollout is not None, "cwd": str(folder.parent), "ladder": ladder.to_json(),
-        **rescue.carried(folder, ladder),
+        **job.carried(folder, ladder),
     }  # fmt: skip
     write_json(folder / "request.json", request)
     return folder / "request.json"
@@ -246,11 +246,11 @@ def requested(folder: Path, ladder: RescueLadder) -> Path:
 def test_a_rescue_is_in_the_request_the_events_and_a_yaml(request_path: Path) -> None:
     folder = request_path.parent
     keep_oom(folder, oom_in())
-    assert rescue.goes_on(request_path, ProcessEnding(exit_code=1))
+    assert job.goes_on(request_path, ProcessEnding(exit_code=1))
     request = read_json(request_path)
     assert request is not None
     assert (request["values"][SPLIT], request["values"][ACCUMULATION]) == (4, 4)  # type: ignore[index]
-    assert request["rescues"] == rescue.rescues(folder)
+    assert request["rescues"] == job.rescues(folder)
     [event] = events_of(folder)
     assert (event.kind, event.step, event.data["resumed_from"]) == (Kind.RESCUE, 36, 36)
     assert event.text == (
@@ -264,11 +264,11 @@ def test_a_rescue_is_in_the_request_the_events_and_a_yaml(request_path: Path) ->
 
 
 def test_a_run_that_ended_otherwise_does_not_start_again(request_path: Path) -> None:
-    assert not rescue.goes_on(request_path, ProcessEnding(exit_code=1))
-    assert not rescue.goes_on(request_path, ProcessEnding(exit_code=-9))
+    assert not job.goes_on(request_path, ProcessEnding(exit_code=1))
+    assert not job.goes_on(request_path, ProcessEnding(exit_code=-9))
     keep_oom(request_path.parent, oom_in())
     (request_path.parent / "stop").touch()
-    assert not rescue.goes_on(request_path, ProcessEnding(exit_code=1))
+    assert not job.goes_on(request_path, ProcessEnding(exit_code=1))
     assert not events_of(request_path.parent)
 
 
@@ -277,7 +277,7 @@ def test_a_process_that_the_system_ended_for_memory_goes_on_from_its_checkpoint(
     for step in range(1, 8):
         keep_progress(folder, {"step": step})
     (folder / "out" / "checkpoint-5").mkdir(parents=True)
-    assert rescue.goes_on(request_path, ProcessEnding(exit_code=-9, kernel_oom=True))
+    assert job.goes_on(request_path, ProcessEnding(exit_code=-9, kernel_oom=True))
     [event] = events_of(folder)
     assert (event.step, event.data["resumed_from"]) == (7, 5)
     assert "(2 step(s) are trained again)" in event.text
@@ -294,10 +294,10 @@ def test_a_rung_that_is_not_proven_is_not_taken(
             raise EnvironmentFault("the gradient proof took too long")
         return _Proven(verdict)
 
-    monkeypatch.setattr(rescue, "prove_changes", proven)
+    monkeypatch.setattr(job, "prove_changes", proven)
     keep_oom(request_path.parent, oom_in())
-    assert rescue.goes_on(request_path, ProcessEnding(exit_code=1))
-    assert rescue.taken(request_path.parent) == [{"gradient_checkpointing": True}]
+    assert job.goes_on(request_path, ProcessEnding(exit_code=1))
+    assert job.taken(request_path.parent) == [{"gradient_checkpointing": True}]
 
 
 def test_without_a_rung_it_starts_once_more_and_then_ends_with_what_could_be_allowed(
@@ -306,10 +306,10 @@ def test_without_a_rung_it_starts_once_more_and_then_ends_with_what_could_be_all
     own = {SPLIT: 1, "gradient_checkpointing": True, "dtype": "float32", "max_length": 64}
     path = requested(tmp_path, ladder_of(own))
     keep_oom(tmp_path, oom_in())
-    assert rescue.goes_on(path, ProcessEnding(exit_code=1))
+    assert job.goes_on(path, ProcessEnding(exit_code=1))
     assert "with the same settings" in events_of(tmp_path)[-1].text
     keep_oom(tmp_path, oom_in())  # at the same step
-    assert not rescue.goes_on(path, ProcessEnding(exit_code=1))
+    assert not job.goes_on(path, ProcessEnding(exit_code=1))
     failed = read_json(tmp_path / "failed.json")
     assert failed is not None
     assert "no neutral change that needs less memory is left" in str(failed["reason"])
@@ -320,8 +320,8 @@ def test_leave_for_a_lower_tier_is_needed_and_told(tmp_path: Path, request_path:
     own = {SPLIT: 1, "gradient_checkpointing": True, "max_length": 64}
     path = requested(tmp_path, replace(ladder_of(own), allow="recipe"))
     keep_oom(tmp_path, oom_in())
-    assert rescue.goes_on(path, ProcessEnding(exit_code=1))
-    assert rescue.rescues(tmp_path)[0]["tier"] == "recipe"
+    assert job.goes_on(path, ProcessEnding(exit_code=1))
+    assert job.rescues(tmp_path)[0]["tier"] == "recipe"
     assert "recipe, as allowed" in events_of(tmp_path)[0].text
 
 
@@ -367,7 +367,7 @@ def trained(folder: Path, ladder: RescueLadder, server: ForkServer) -> dict[str,
             {"entry": "offline_training:run", "argument": str(path), "cwd": str(folder.parent),
              "log": str(folder / "run.log"), "env": {}, "deadline_s": 500}
         )  # fmt: skip
-        again = rescue.goes_on(path, ProcessEnding(exit_code=ending.exit_code))
+        again = job.goes_on(path, ProcessEnding(exit_code=ending.exit_code))
     final = read_json(folder / "final.json")
     assert final is not None, (folder / "run.log").read_text()[-3000:]
     return final
@@ -460,7 +460,7 @@ def test_after_an_oom_at_any_step_it_ends_with_the_weights_of_a_run_without(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     if not proves:  # it takes seconds, and is the same for every trainer
-        monkeypatch.setattr(rescue, "prove_changes", lambda *_, **__: _Proven(Verdict.PROVEN))
+        monkeypatch.setattr(job, "prove_changes", lambda *_, **__: _Proven(Verdict.PROVEN))
     values = a_recipe(trainer, tmp_path, tiny_model)
     ladder = real_ladder(f"failing:{trainer.upper()}", values, ROLLOUTS if trainer == "grpo" else SAMPLES)
     whole, rescued = tmp_path / "whole", tmp_path / "rescued"

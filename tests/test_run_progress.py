@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from autofit.commands.promote import step_line
-from autofit.watching.progress import ProgressWatcher, progress_of, progress_words
-from autofit.watching.trends import shift, trend
-from autofit.watching.watcher import Watched
+from autofit.commands.studies import step_line
+from autofit.watching.contract import Watched
+from autofit.watching.progress import ProgressWatcher, progress_of, progress_words, shift, trend
 
 Line = dict[str, object]
 

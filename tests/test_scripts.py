@@ -17,10 +17,9 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.recipe import catalogue
 from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
-from autofit.scripts.code import code_of
 from autofit.scripts.data import Columns, MadeUp, stood_in
 from autofit.scripts.packages import _INSTALLS, _REACHES, idle
-from autofit.scripts.running import Script, fit_script
+from autofit.scripts.running import Script, code_of, fit_script
 
 SCRIPT = """
 import sys, torch

@@ -17,9 +17,8 @@ from test_slurm_promote import logs, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
 from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env
-from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.server import Beside
-from autofit.promotion.server_keeper import start_keeper
+from autofit.promotion.run_folder import ask_to_end
+from autofit.promotion.server import Beside, start_keeper
 from autofit.watching.events import Kind, events_of
 
 
@@ -70,7 +69,7 @@ def test_a_run_on_one_machine_ends_with_its_server_also_after_a_kill_of_either(
     wait_until_none_is_left(folder)
     with started(folder) as job:
         wait(folder, lambda: goes_on(folder))
-        [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.server_keeper" in p.cmdline()]
+        [keeper] = [p for p in psutil.Process(job.pid).children() if "autofit.promotion.server" in p.cmdline()]
         keeper.kill()
         job.wait(timeout=60)
     assert failure(folder) == f"the keeper of the vLLM server was killed; see {folder / 'server.log'}"

@@ -16,8 +16,7 @@ from test_server import recipe
 from autofit.files import write_json
 from autofit.probing.supervise import ProcessEnding, RanksEnded
 from autofit.promotion import job
-from autofit.promotion.server import Beside, Post, address_variables, with_address
-from autofit.promotion.server_keeper import last_words, serve
+from autofit.promotion.server import Beside, Post, address_variables, last_words, serve, with_address
 from autofit.recipe.launch import LAUNCH, Launch
 
 

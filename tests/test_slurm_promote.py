@@ -26,13 +26,11 @@ from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place_in_slurm, start_job
-from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.place import check_ranks, for_slurm, machines_of, server_of
-from autofit.promotion.run_folder import REQUEUES, ending_of
+from autofit.promotion.place import Tuned, check_ranks, for_slurm, machines_of, server_of
+from autofit.promotion.run_folder import REQUEUES, ask_to_end, ending_of
 from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, superseded
-from autofit.promotion.tuned import Tuned
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.server import RolloutServer
+from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import Kind, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")

@@ -10,13 +10,11 @@ from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
 from autofit.forecast.levers import Levers
-from autofit.forecast.predictions import Predictions
-from autofit.forecast.structures import has_room, without_offload
-from autofit.recipe.clashes import clashes
+from autofit.forecast.predictions import Predictions, has_room, without_offload
+from autofit.recipe.findings import clashes
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, Tier
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
-from autofit.recipe.recipe import Recipe, inner_value, merge
-from autofit.recipe.spread import with_launch
+from autofit.recipe.recipe import Recipe, inner_value, merge, with_launch
 from autofit.space import narrow
 from autofit.space.knob import Knob, load_space
 from autofit.space.space import Candidate, Space

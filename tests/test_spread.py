@@ -7,7 +7,7 @@ import pytest
 
 from autofit.errors import ConfigError
 from autofit.recipe.keys import BatchKeys
-from autofit.recipe.spread import Batch
+from autofit.recipe.recipe import Batch
 
 SAMPLES = BatchKeys()
 ROLLOUTS = BatchKeys(rollout="steps_per_generation", group="num_generations")

@@ -35,9 +35,8 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
-from autofit.recipe.recipe import Recipe
-from autofit.recipe.source import Source
-from autofit.recipe.spread import spread
+from autofit.recipe.recipe import Recipe, spread
+from autofit.recipe.yaml_file import Source
 from autofit.space.knob import load_space
 from autofit.space.space import Space
 from autofit.trainers.verl import TRAINER

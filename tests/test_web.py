@@ -22,15 +22,12 @@ from autofit.commands.arguments import parser
 from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
 from autofit.files import TornFile
-from autofit.recipe.reach import only_below
-from autofit.recipe.source import Source
-from autofit.recipe.yaml_file import parse_yaml
+from autofit.recipe.yaml_file import Source, only_below, parse_yaml
 from autofit.web.allowed import allowed, allowed_launch, write_config, write_training
 from autofit.web.answering import TOLD, batch_words, run
 from autofit.web.files import FILES, examples
-from autofit.web.question import ALONE, PUBLIC, Limits, Question, Rate
 from autofit.web.server import Access, ArrivalQueue, Connections, Full, PageServer
-from autofit.web.simulator import Line, Simulator
+from autofit.web.simulator import ALONE, PUBLIC, Limits, Line, Question, Rate, Simulator
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

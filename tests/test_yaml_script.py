@@ -8,8 +8,7 @@ import yaml
 from autofit.errors import ConfigError
 from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.reading import explain, read
-from autofit.frontends.shipped import shipped
-from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY
+from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, shipped
 from autofit.frontends.writing import OwnFile, changed, source_of
 
 LLAMA = """# the model

@@ -4,10 +4,10 @@ import random
 from collections.abc import Callable, Mapping
 from math import exp
 
+from autofit.watching.contract import Watched
 from autofit.watching.events import RunEvent
 from autofit.watching.guards import GuardWatcher
 from autofit.watching.thresholds import StatedGuards, read_guards
-from autofit.watching.watcher import Watched
 
 Line = dict[str, object]
 Break = Callable[[int, Line], Mapping[str, object]]  # of a step's line since the step of the break

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.padding import SampleLengths
-from autofit.plugin.protocol import EVALUATION
+from autofit.plugin.protocol import EVALUATION, SampleLengths
 
 from .common import (
     Counts,

@@ -25,8 +25,7 @@ from trl.rewards import accuracy_reward, get_soft_overlong_punishment, reasoning
 
 from autofit.errors import ConfigError, nearest
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.padding import SampleLengths
-from autofit.plugin.protocol import Facts, Inspection, Task
+from autofit.plugin.protocol import Facts, Inspection, SampleLengths, Task
 
 from .common import dataset_name, made, one_batch, random_model, random_weights, real, samples_per_step, short, split
 from .features import Features

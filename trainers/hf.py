@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.padding import SampleLengths
-from autofit.plugin.protocol import Facts, Inspection
+from autofit.plugin.protocol import Facts, Inspection, SampleLengths
 from autofit.recipe.keys import evaluates
 
 from . import hf_training

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from autofit.errors import ConfigError
-from autofit.plugin.padding import SampleLengths
+from autofit.plugin.protocol import SampleLengths
 
 from .common import (
     Counts,

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from autofit.fakegpu.specs import gpu_spec
-from autofit.plugin.padding import is_padded
+from autofit.plugin.protocol import is_padded
 
 from .common import documents, dtype_of
 from .trl_config import TrlConfig

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from autofit.errors import ConfigError
-from autofit.plugin.padding import SampleLengths
-from autofit.plugin.protocol import Inspection
+from autofit.plugin.protocol import Inspection, SampleLengths
 
 from .common import (
     Counts,

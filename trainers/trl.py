@@ -14,8 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from autofit.plugin.models import go_offline_without_a_hub
-from autofit.plugin.padding import KEPT, SampleLengths
-from autofit.plugin.protocol import Facts, Inspection, SmallTrainings, Task, WorstCase
+from autofit.plugin.protocol import KEPT, Facts, Inspection, SampleLengths, SmallTrainings, Task, WorstCase
 from autofit.plugin.transformers_run import TransformersRun
 from autofit.recipe.keys import BatchKeys, Tier, evaluates
 

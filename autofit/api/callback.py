@@ -18,12 +18,10 @@ from autofit.promotion.promotion import choose, promise_of
 from autofit.promotion.reports import RunRecorder
 from autofit.tuning.record import kept_proof, record_of
 from autofit.tuning.study import load_study, trials_of
-from autofit.watching.contract import Promise, Row
-from autofit.watching.contract_watcher import ContractWatcher
+from autofit.watching.contract import Promise, Row, Watched, Watcher
 from autofit.watching.events import RunEvent, forget_events_after, forget_progress_after, read_progress
 from autofit.watching.thresholds import StatedGuards, read_guards
-from autofit.watching.watcher import Watched, Watcher
-from autofit.watching.watchers import watchers
+from autofit.watching.watchers import ContractWatcher, watchers
 
 Say = Callable[[str], object]
 

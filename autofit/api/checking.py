@@ -3,17 +3,18 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds_or_none
-from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, Predicted, estimator, tell_left_out
-from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
+from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, Predicted, estimator, with_advice
+from autofit.api.events import Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.forecast.advice_text import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
-from autofit.forecast.crash import Crash, crash_of
+from autofit.forecast.estimate import Crash, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.launching import launch_options
@@ -178,14 +179,5 @@ def check(
                 on_typical(found)
         if safe or not advice_s:
             return found
-        tell_left_out(made.recipe, made.device, tell)
-        if on_advice is not None:
-            on_advice(advice_s)
-        return replace(
-            found,
-            advice=made.within(
-                advice_s,
-                lambda: made.mends(result, tell=lambda text: tell(Event(text=text)), wanted=1),
-                interrupted=lambda: tell(STOPPING),
-            ),
-        )
+        look = partial(made.mends, result, tell=lambda text: tell(Event(text=text)), wanted=1)
+        return with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)

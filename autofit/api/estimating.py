@@ -4,7 +4,8 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from rich.table import Table
 
@@ -78,6 +79,9 @@ class Predicted(Shown):
     def advice_parts(self) -> list[str]:
         """The lines of the advice, as in `parts`."""
         raise NotImplementedError
+
+
+Found = TypeVar("Found", bound=Predicted)
 
 
 class Estimate(Predicted):
@@ -254,6 +258,17 @@ def of_quantised(recipe: Recipe) -> list[str]:
     return [str(finding) for finding in found if finding.severity is Severity.WARNING]
 
 
+def with_advice(
+    found: Found, made: Estimator, look: Callable[[], Advice], advice_s: float, *,
+    tell: OnEvent, on_advice: OnAdvice | None,
+) -> Found:  # fmt: skip
+    """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C."""
+    tell_left_out(made.recipe, made.device, tell)
+    if on_advice is not None:
+        on_advice(advice_s)
+    return replace(found, advice=made.within(advice_s, look, interrupted=lambda: tell(STOPPING)))
+
+
 def tell_left_out(recipe: Recipe, device: Device, tell: OnEvent) -> None:
     """Say of which knobs no change is tried, and why."""
     with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
@@ -324,14 +339,5 @@ def estimate(
             on_typical(found)
         if not advice or not advice_s:
             return found
-        tell_left_out(made.recipe, made.device, tell)
-        if on_advice is not None:
-            on_advice(advice_s)
-        return replace(
-            found,
-            advice=made.within(
-                advice_s,
-                lambda: made.advice(result, tell=lambda text: tell(Event(text=text))),
-                interrupted=lambda: tell(STOPPING),
-            ),
-        )
+        look = partial(made.advice, result, tell=lambda text: tell(Event(text=text)))
+        return with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments
 from autofit.api.tables import Shown
-from autofit.frontends.foreign import Explanation
+from autofit.frontends.draft import Explanation
 from autofit.plugin.explaining import explained
 
 

@@ -24,7 +24,7 @@ from autofit.probing.job import cancel as cancel_probe
 from autofit.probing.job import waiting_path
 from autofit.probing.launch import cluster_job, is_alive
 from autofit.probing.pool import Pool
-from autofit.promotion.interruption import ask_to_end
+from autofit.promotion.run_folder import ask_to_end
 from autofit.units import format_seconds
 
 _TAIL_BYTES = 2**16

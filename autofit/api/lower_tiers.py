@@ -9,9 +9,8 @@ from typing import cast
 import numpy as np
 
 from autofit.api.planning import Planned, Request
-from autofit.forecast.change import Change, Tell
+from autofit.forecast.change import Change, Tell, asks_of_sizes, faster_changes
 from autofit.forecast.estimate import Estimator
-from autofit.forecast.faster import asks_of_sizes, faster_changes
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus

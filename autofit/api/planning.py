@@ -27,8 +27,8 @@ from autofit.hardware.hardware import (
     gpus,
 )
 from autofit.hardware.health import compiling_faults
-from autofit.probing.cuda_start import check_cuda
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.slots import check_cuda
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.space.knob import StatedSpace, read_space, space_knobs

@@ -18,7 +18,7 @@ from autofit.probing.fork_server import ForkServer, server_for
 from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
-from autofit.recipe.source import Source, Stated
+from autofit.recipe.yaml_file import Source, Stated
 from autofit.space.knob import QUANTIZATION, space_knobs
 from autofit.units import format_bytes
 

@@ -26,7 +26,7 @@ from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.structures import (
+from autofit.forecast.predictions import (
     WHY_NOT_OFFLOADED,
     as_evaluated,
     has_room,
@@ -39,7 +39,7 @@ from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
-from autofit.recipe.clashes import OFFLOAD
+from autofit.recipe.findings import OFFLOAD
 from autofit.recipe.keys import Tier
 from autofit.recipe.launching import launch_options
 from autofit.recipe.recipe import merge

@@ -88,7 +88,7 @@ def _of_machine(told: Printed) -> int:
 def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Printed) -> bool:
     """Whether probes can run on the cards; says so, and what is wrong with them."""
     from autofit.hardware.health import compiling_faults
-    from autofit.probing.cuda_start import cuda_start, held_cards, start_problem
+    from autofit.probing.slots import cuda_start, held_cards, start_problem
 
     start = cuda_start(server, folder, look.cards)
     for gpu in look.cards:

@@ -37,9 +37,8 @@ def server(options: argparse.Namespace) -> int:
 
 def web(options: argparse.Namespace) -> int:
     from autofit.web.files import examples
-    from autofit.web.question import ALONE, PUBLIC
     from autofit.web.server import PageServer
-    from autofit.web.simulator import Simulator
+    from autofit.web.simulator import ALONE, PUBLIC, Simulator
 
     terminate_like_interrupt()
     _check(options)

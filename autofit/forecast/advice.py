@@ -1,7 +1,7 @@
 """The cheapest changes that would make a config fit, each simulated.
 
 Cost order: the highest tier first, then the fewest changed settings, then the fastest step. Few probes are enough,
-because lower bounds from the parts of what was simulated (autofit.forecast.bounds) say which settings can help at all
+because lower bounds from the parts of what was simulated (autofit.forecast.levers) say which settings can help at all
 and at what value. One rule prunes the rest: a setting at its strongest value needs no more memory than at a milder one,
 so a set of settings that does not fit at its strongest values never fits.
 
@@ -18,9 +18,8 @@ from itertools import combinations
 from typing import TypeVar
 
 from autofit.errors import Cancelled, ConfigError
-from autofit.forecast.bounds import Bounds, Known
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
-from autofit.forecast.levers import CHECKPOINTING, Assignment, Levers
+from autofit.forecast.levers import CHECKPOINTING, Assignment, Bounds, Known, Levers
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD
 from autofit.probing.result import ProbeResult, ProbeStatus

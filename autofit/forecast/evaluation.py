@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from autofit.fakegpu.engines.continuous import PagedBatching
+from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
-from autofit.forecast.structures import LATER, Shape
+from autofit.forecast.predictions import LATER, Shape
 from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SYNC, UPDATE, WAKE_UP
 
 Engine = VllmEngine | PagedBatching

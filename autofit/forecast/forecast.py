@@ -17,12 +17,11 @@ from autofit.fakegpu.formula.formula import Floats
 from autofit.fakegpu.ranks import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
-from autofit.forecast.composed import Composer, Source, Told, pairs
-from autofit.forecast.models import Request, Workshop
-from autofit.forecast.predictions import Predictions
-from autofit.forecast.structures import (
+from autofit.forecast.composed import Composer, Request, Source, Told, Workshop, pairs
+from autofit.forecast.predictions import (
     LARGE,
     PADDED,
+    Predictions,
     Setting,
     Shape,
     Sorted,

@@ -9,8 +9,7 @@ from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, L
 from autofit.hardware.hardware import Device
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier, weight_bits
 from autofit.recipe.launch import Launch, Sharding
-from autofit.recipe.recipe import Recipe, inner_value, merge
-from autofit.recipe.spread import with_launch
+from autofit.recipe.recipe import Recipe, inner_value, merge, with_launch
 from autofit.space.space import QUANTIZATION, Value
 
 EIGHT_BIT = "adamw_8bit"

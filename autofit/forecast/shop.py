@@ -18,11 +18,10 @@ from autofit.forecast.margin import is_tight, shown_bytes
 from autofit.hardware.hardware import Device, card_needs
 from autofit.hardware.prices import Price
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.clashes import clashes
+from autofit.recipe.findings import clashes
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.recipe import Recipe
-from autofit.recipe.spread import Batch, spread
+from autofit.recipe.recipe import Batch, Recipe, spread
 from autofit.units import format_bytes, format_seconds
 
 STEPS = 1000  # that a cost is of

@@ -38,7 +38,7 @@ from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, read_json, write_json
 from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
-from autofit.forecast.structures import LATER, Shape
+from autofit.forecast.predictions import LATER, Shape
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import EVALUATION, LOAD, OPTIMIZER, UPDATE, Control, Report, Task, Trainer, WorstCase
 from autofit.plugin.ranks import simulated_rank

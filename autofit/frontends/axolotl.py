@@ -12,11 +12,16 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.frontends import sharing
-from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, number, said, truth
-from autofit.frontends.foreign import Foreign
-from autofit.frontends.keys import asks_for_evaluation, keys_of, take_evaluation, take_optimizer, take_quantised
-from autofit.frontends.shipped import deepspeed
-from autofit.frontends.tools import AXOLOTL
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said, truth
+from autofit.frontends.tools import (
+    AXOLOTL,
+    asks_for_evaluation,
+    deepspeed,
+    keys_of,
+    take_evaluation,
+    take_optimizer,
+    take_quantised,
+)
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
 _LIKE_TRL = {"dpo": "dpo", "ipo": "dpo", "grpo": "grpo", "gdpo": "grpo", "kto": "hf", "orpo": "hf", "simpo": "hf"}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import keys
 from autofit.frontends.command import (
     UNSURE,
     Command,
@@ -20,10 +19,9 @@ from autofit.frontends.command import (
     started_ranks,
     told_ranks,
 )
-from autofit.frontends.draft import Draft
-from autofit.frontends.foreign import Explanation, Foreign, Line, lines
+from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines
 from autofit.frontends.sharing import of_accelerate
-from autofit.frontends.shipped import launch_of
+from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
 
 TOOL = "transformers"
@@ -86,7 +84,7 @@ def started(text: str) -> Iterator[tuple[Command, int]]:
 
 
 def _counts(key: str) -> bool:
-    own = keys.keys_of(TOOL)
+    own = keys_of(TOOL)
     return key not in own.without_effect and not re.search(
         r"data|path|dir|name|token$|file|wandb", key.replace(_MODEL, "")
     )
@@ -115,9 +113,9 @@ def _made(draft: Draft, folder: Path, ranks: int | None, program: str) -> Foreig
     draft.put("use_liger_kernel", True if draft.is_on("use_liger_kernel") else None)
     lengths = [draft.whole(key) for key in _LENGTHS]
     tokens = next((length for length in lengths if length is not None), None)
-    keys.take(draft)
-    if keys.asks_for_evaluation(draft):
-        keys.take_evaluation(draft, "hf", usual=8)
+    take(draft)
+    if asks_for_evaluation(draft):
+        take_evaluation(draft, "hf", usual=8)
     if unread := draft.left():
         draft.note(f"left out, as only {program} knows what they do: {', '.join(unread)}")
         draft.ignore(unread)

@@ -8,11 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends import keys
-from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Saying, number, said
-from autofit.frontends.foreign import Foreign
-from autofit.frontends.shipped import launch_of
-from autofit.frontends.tools import LLAMA_FACTORY
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said
+from autofit.frontends.tools import (
+    LLAMA_FACTORY,
+    asks_for_evaluation,
+    keys_of,
+    launch_of,
+    take,
+    take_evaluation,
+    take_quantised,
+)
 
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -85,9 +90,9 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     elif draft.is_on("upcast_lmhead_output"):
         draft.put("float32_logits", True, "upcast_lmhead_output")
     draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "use_asft_loss", "upcast_lmhead_output"))
-    own = keys.keys_of(LLAMA_FACTORY.name)
+    own = keys_of(LLAMA_FACTORY.name)
     draft.name(own.noted)
-    keys.take(draft)
+    take(draft)
     _evaluation(draft)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
@@ -114,8 +119,8 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
 
 def _evaluation(draft: Draft) -> None:
     """transformers' default of samples at once is 8, whatever the training's are."""
-    if keys.asks_for_evaluation(draft) or draft.says("do_eval"):
-        keys.take_evaluation(draft, "hf", usual=8)
+    if asks_for_evaluation(draft) or draft.says("do_eval"):
+        take_evaluation(draft, "hf", usual=8)
 
 
 def _check_training(draft: Draft) -> str:
@@ -133,7 +138,7 @@ def _check_training(draft: Draft) -> str:
     for key in _SEEING:
         if draft.given.get(key) is not None:
             raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
-    draft.refuse(keys.keys_of(LLAMA_FACTORY.name).refused)
+    draft.refuse(keys_of(LLAMA_FACTORY.name).refused)
     return stage
 
 
@@ -210,7 +215,7 @@ def _quantization(draft: Draft, compute: str) -> bool:
             draft.defaults.pop(key, None)
     for method in _QUANTISED:
         if method in named:  # model_utils/quantization.py: quantization_bit has no effect on it
-            keys.take_quantised(draft, method, compute)
+            take_quantised(draft, method, compute)
             return True
     if bits is None:
         return False

@@ -22,10 +22,8 @@ from autofit.frontends.command import (
     told_ranks,
     visible_cards,
 )
-from autofit.frontends.draft import Draft, Saying, number, said
-from autofit.frontends.foreign import Foreign
-from autofit.frontends.keys import QUANTISED, keys_of, take, take_evaluation, take_quantised
-from autofit.frontends.tools import MS_SWIFT
+from autofit.frontends.draft import Draft, Foreign, Saying, number, said
+from autofit.frontends.tools import MS_SWIFT, QUANTISED, keys_of, take, take_evaluation, take_quantised
 from autofit.recipe.keys import weight_bits
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read

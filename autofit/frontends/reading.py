@@ -21,7 +21,7 @@ from autofit.frontends import (
     yaml_script,
 )
 from autofit.frontends.command import script_text, starts
-from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
+from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.recipe.launch_keys import deepspeed_fields, fsdp_config, read_deepspeed_file
-from autofit.recipe.reach import is_open
+from autofit.recipe.yaml_file import is_open
 
 _FSDP1_ONLY = ("use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
 _WITHOUT = (  # keys without effect on what a step holds

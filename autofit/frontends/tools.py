@@ -1,13 +1,23 @@
-"""LLaMA-Factory's, Axolotl's and ms-swift's YAML: the trainer and the effective batch, by each tool's own defaults.
+"""What readers of LLaMA-Factory, Axolotl and ms-swift share: defaults, keys without a reader, DeepSpeed's files.
 
 Read at LLaMA-Factory ff6d4d12, Axolotl 067b021c and ms-swift 3602360a. No torch here.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
 
-from autofit.frontends.foreign import Explanation, Line
+import yaml
+
+from autofit.errors import ConfigError, nearest
+from autofit.frontends.draft import Draft, Explanation, Line
+from autofit.frontends.sharing import fsdp, near, zero
+from autofit.recipe.keys import evaluates
 
 # Which tool a YAML of training settings is of, told by keys that no other has. No torch here.
 #
@@ -143,3 +153,187 @@ def _accumulation(
 
 def _whole(given: object) -> int | None:
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
+
+
+# -- keys that no reader looks at one by one, by what they do to memory (keys.yaml) -----------------------------------
+# LLaMA-Factory and ms-swift take the keys of transformers' TrainingArguments too.
+
+
+# The same key in our recipe: the optimizer, its schedule, precision, and what trains how long.
+SAME = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs",
+    "max_steps", "lr_scheduler_type", "warmup_steps", "seed", "optim_args", "neftune_noise_alpha",
+    "torch_empty_cache_steps", "label_smoothing_factor", "gradient_checkpointing_kwargs",
+    "average_tokens_across_devices",
+)  # fmt: skip
+# What stands for a model that is quantised already: NF4 takes 0.5 bytes a weight and 4 bytes for each block of 64.
+_LIKE_NF4 = (
+    "weights (0.52 bytes each in groups of 128) are simulated as bitsandbytes' NF4 (0.5625 bytes each), and what its "
+    "kernels unpack as one matrix in 16 bits"
+)
+QUANTISED = {
+    "gptq": f"GPTQ's {_LIKE_NF4}",
+    "awq": f"AWQ's {_LIKE_NF4}",
+    "aqlm": "AQLM's weights of 2 bits are simulated as bitsandbytes' NF4 (4.5 bits each): an upper bound",
+}
+# Optimizers by transformers' own names (training_args.py, OptimizerNames) whose states are simulated.
+OPTIMIZERS = (
+    "adamw_torch", "adamw_torch_fused", "adafactor", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd",
+    "adagrad", "adamw_bnb_8bit", "adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",
+    "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit",
+    "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "stable_adamw", "schedule_free_adamw",
+    "schedule_free_radam", "schedule_free_sgd",
+)  # fmt: skip
+_RENAMED = {"adamw_hf": "adamw_torch"}  # removed from transformers; the same states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolKeys:
+    """The keys of one tool: refused ones with the reason, noted ones with their effect, and those without effect."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    noted: Mapping[str, str]
+    without_effect: frozenset[str]
+    plugins: Mapping[str, str] = field(default_factory=dict)  # Axolotl's, by their class: the effect, or ""
+
+    def take(self, draft: Draft) -> None:
+        """Name those that have an effect, and ignore those that have none."""
+        draft.name(self.noted)
+        draft.ignore(self.without_effect)
+
+
+def keys_of(tool: str) -> ToolKeys:
+    """The keys of a tool by its name, or of "transformers"."""
+    return _all()[tool]
+
+
+@cache
+def _all() -> Mapping[str, ToolKeys]:
+    text = resources.files("autofit.frontends").joinpath("keys.yaml").read_text(encoding="utf-8")
+    content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506  (a SafeLoader)
+    return {
+        tool: ToolKeys(**{**keys, "without_effect": frozenset(keys["without_effect"].split())})
+        for tool, keys in content.items()
+    }
+
+
+def take(draft: Draft) -> None:
+    """Take the keys that mean what they mean in transformers, and ignore or name the others. Not the batch's."""
+    keys = keys_of("transformers")
+    draft.refuse(keys.refused)
+    draft.same(*SAME)
+    take_optimizer(draft, "optim", "adafactor" if draft.is_on("adafactor") else "adamw_torch_fused")
+    keys.take(draft)
+
+
+def take_quantised(draft: Draft, method: str, compute: str) -> None:
+    """A model that is quantised already, by `method`, as one of bitsandbytes in 4 bits."""
+    draft.put("load_in_4bit", True, "quantization_bit")
+    draft.put("use_bnb_nested_quant", False)
+    draft.put("bnb_4bit_quant_type", "nf4")
+    draft.put("bnb_4bit_quant_storage", compute)
+    draft.note(QUANTISED[method])
+
+
+def take_optimizer(draft: Draft, key: str, usual: str) -> None:
+    """The optimizer that `key` names. Raises ConfigError for one whose states are not simulated."""
+    name = draft.text(key, usual) or usual
+    name = _RENAMED.get(name, name)
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"{key}: the states of the optimizer {name} are not simulated{nearest(name, OPTIMIZERS)}")
+    draft.put("optim", name, key)
+
+
+# -- evaluation within a training: how many samples at once ------------------------------------------------------------
+
+_SAMPLES = "per_device_eval_batch_size"
+
+
+def asks_for_evaluation(draft: Draft) -> bool:
+    """Whether the file has a strategy of evaluation, by transformers' key of today or of before 2024."""
+    given = draft.given
+    return evaluates({"eval_strategy": given.get("eval_strategy", given.get("evaluation_strategy"))})
+
+
+def take_evaluation(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: int) -> None:
+    """Let the recipe evaluate as many samples at once as `key` says; `usual` ones where the file has none.
+
+    A trainer that generates evaluates whole groups, which the tools make in ways of their own: a note.
+    """
+    samples = draft.whole(key, usual)
+    if trainer in ("grpo", "rloo"):
+        draft.note(f"evaluation is not simulated: {samples} completions at once ({key})")
+        return
+    draft.values["eval_strategy"] = "epoch"  # whenever it is, it takes the same
+    draft.put(_SAMPLES, samples, key)
+
+
+# -- DeepSpeed's files that LLaMA-Factory and Axolotl ship ------------------------------------------------------------
+# Their settings, read at LLaMA-Factory 1d6e8b21 (examples/deepspeed) and Axolotl 2341b2c0, 1377ccc3 and 58b1d3a4
+# (deepspeed_configs).
+
+
+_ON_HOST = {"device": "cpu", "pin_memory": True}
+_BOTH = {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST}
+_SIZES = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+          "stage3_param_persistence_threshold": "auto", "contiguous_gradients": True}  # fmt: skip
+_LF2 = {"stage": 2, "overlap_comm": False, "reduce_scatter": True, "contiguous_gradients": True,
+        "allgather_bucket_size": 500_000_000, "reduce_bucket_size": 500_000_000,
+        "round_robin_gradients": True}  # fmt: skip
+_LF3 = {"stage": 3, "overlap_comm": False, **_SIZES, "sub_group_size": 1_000_000_000,
+        "stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000}  # fmt: skip
+_AX3 = {"stage": 3, "overlap_comm": True, **_SIZES, "sub_group_size": 0, "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0}  # fmt: skip
+_AX1 = {"stage": 1, "overlap_comm": True}
+_AX2 = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True, "overlap_comm": True}
+_COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_FILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    LLAMA_FACTORY.name: {
+        "ds_z0_config.json": {**_LF2, "stage": 0}, "ds_z2_config.json": _LF2,
+        "ds_z2_offload_config.json": {**_LF2, "offload_optimizer": _ON_HOST}, "ds_z3_config.json": _LF3,
+        "ds_z3_offload_config.json": {**_LF3, **_BOTH},
+    },
+    AXOLOTL.name: {
+        "zero1.json": _AX1, "zero2.json": _AX2, "zero3.json": _AX3, "zero3_bf16.json": _AX3,
+        "zero3_bf16_cpuoffload_all.json": {**_AX3, **_BOTH},
+        "zero3_bf16_cpuoffload_params.json": {**_AX3, "offload_param": _ON_HOST},
+    },
+}  # fmt: skip
+
+
+def shipped(tool: str, given: object) -> dict[str, object] | None:
+    """The settings of the file that `tool` ships under this path's name; None where it ships none."""
+    zero = _FILES.get(tool, {}).get(Path(given).name) if isinstance(given, str) else None
+    return (
+        None
+        if zero is None
+        else {**dict.fromkeys(_COUNTS, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": dict(zero)}
+    )
+
+
+def deepspeed(draft: Draft, folder: Path) -> object:
+    """The `deepspeed` of a tool's file in `folder`, or the settings of the shipped file where that is not here."""
+    given = draft.given["deepspeed"]
+    found = shipped(draft.tool, given)
+    if found is not None:
+        try:
+            near(str(given), folder)
+        except ConfigError:
+            draft.note(f"{given} is not here: the file of that name that {draft.tool} ships is taken for it")
+            return found
+    return given
+
+
+def launch_of(draft: Draft, folder: Path) -> dict[str, object]:
+    """The accelerate config of transformers' `deepspeed`, or of its `fsdp` and `fsdp_config`; {} without both."""
+    given = draft.raw("fsdp_config")
+    config = {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else {}
+    wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")
+    if wrapped is not None:  # transformers puts it into fsdp_config
+        config.setdefault("transformer_layer_cls_to_wrap", wrapped)
+    if draft.says("deepspeed"):
+        return zero(deepspeed(draft, folder), folder)
+    if draft.says("fsdp"):
+        return fsdp(draft.given["fsdp"], config)
+    draft.ignore(("fsdp_min_num_params",))
+    return {}

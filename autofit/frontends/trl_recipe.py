@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.frontends.foreign import Explanation, Foreign, Line, lines
+from autofit.frontends.draft import Explanation, Foreign, Line, lines
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import OF_TRL, profile
 

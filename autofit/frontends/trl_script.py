@@ -24,7 +24,7 @@ from autofit.frontends.command import (
     started_ranks,
     told_ranks,
 )
-from autofit.frontends.foreign import Explanation, Foreign, Line
+from autofit.frontends.draft import Explanation, Foreign, Line
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
 from autofit.recipe.launch import shipped_with_trl

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends.draft import GROWING_SEGMENTS, Draft, number
-from autofit.frontends.foreign import Foreign
+from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, number
 from autofit.frontends.verl import (
     DEFAULTS,
     MODEL_PATH,

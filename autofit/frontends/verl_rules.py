@@ -6,7 +6,7 @@ Read in verl at commit 1dda039b (0.9, trainer v1, which is its default). No torc
 from collections.abc import Callable, Iterator, Mapping
 
 from autofit.errors import ConfigError
-from autofit.frontends.foreign import Explanation, Line
+from autofit.frontends.draft import Explanation, Line
 from autofit.frontends.verl import (
     ACTOR,
     FSDP_STRATEGIES,

@@ -28,14 +28,13 @@ from autofit.frontends import (
     yaml_script,
 )
 from autofit.frontends.command import script_text, starts
-from autofit.frontends.foreign import NOT_SIMULATED, Explanation, Foreign, summary
+from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, summary
 from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values, starts_training
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
 from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
-from autofit.recipe.source import Source, Stated, read_source
-from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
 
 
 def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autofit.errors import ConfigError, UnknownKeyError, option, told
-from autofit.frontends.foreign import Explanation
+from autofit.frontends.draft import Explanation
 from autofit.frontends.writing import explained as read
 from autofit.plugin.registry import check_source_early
-from autofit.recipe.source import PROMPT_TOKENS, Source
+from autofit.recipe.yaml_file import PROMPT_TOKENS, Source
 
 _MODEL = "model_name_or_path"
 

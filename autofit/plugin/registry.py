@@ -23,7 +23,7 @@ from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
 from autofit.recipe.profile import profile, trainer_of
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
-from autofit.recipe.source import Source
+from autofit.recipe.yaml_file import Source
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")

@@ -9,7 +9,7 @@ import psutil
 
 from autofit.errors import AutofitError
 from autofit.files import read_json
-from autofit.hardware.usage import ProcessUse, tree_use
+from autofit.hardware.health import ProcessUse, tree_use
 from autofit.probing.launch import is_listed
 from autofit.probing.result import ProbeRequest
 from autofit.probing.supervise import lives

@@ -11,10 +11,9 @@ from autofit.cluster.executor import Executor
 from autofit.cluster.scheduler import JobState, cluster_of
 from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import end_of, write_json
-from autofit.probing.allocation import Allocation
 from autofit.probing.job import answered, cancel, run_probe
 from autofit.probing.launch import LATE_S, DebugLauncher, Launcher, answer_in, lost, lost_path
-from autofit.probing.pool import Pool
+from autofit.probing.pool import Allocation, Pool
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult
 
 _LOOK_S = 0.25  # between two listings of the shared folder

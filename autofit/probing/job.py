@@ -1,26 +1,38 @@
 """The job that submitit runs: one probe in a child process. Always writes an answer and never raises."""
 
+import contextlib
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from autofit.errors import EnvironmentFault
-from autofit.files import keep_small, read_json, write_atomically, write_json
+from autofit.files import cache_folder, keep_small, read_json, write_atomically, write_json
+from autofit.hardware import calibration
 from autofit.hardware.hardware import gpu_of_slot
 from autofit.hardware.health import look_at_cards
 from autofit.probing.fork_server import ServerGone, call_ranks
-from autofit.probing.kept import keep_answer, kept_answer
-from autofit.probing.oom import exited_for_oom
-from autofit.probing.rank_probes import has_ranks, keep_rank_probes
-from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, exited_for_oom
 from autofit.probing.slots import NoSlot, set_aside, slots
-from autofit.probing.supervise import ProcessEnding, RanksEnded, keep_ranks, note_of, trial_env
+from autofit.probing.supervise import (
+    ProcessEnding,
+    RanksEnded,
+    has_ranks,
+    keep_rank_probes,
+    keep_ranks,
+    note_of,
+    trial_env,
+)
 from autofit.recipe.launch import Launch
 from autofit.units import format_bytes
 
@@ -248,3 +260,84 @@ def _end_of(ending: ProcessEnding, request: ProbeRequest) -> tuple[ProbeStatus, 
     if -ending.exit_code in _CRASHES:
         return ProbeStatus.FAILED, Cause.CRASHED, f"the probe crashed ({name})"
     return ProbeStatus.LOST, Cause.KILLED, f"the probe was killed ({name})"
+
+
+# -- answers of simulated probes, kept on disk under a hash of all their inputs ---------------------------------------
+
+_UNREAD = ("output_dir", "run_name", "logging_dir")  # keys of a recipe that no simulated probe depends on
+_KEPT = (ProbeStatus.FIT, ProbeStatus.OOM)
+_ENV = ("PYTORCH_", "TORCH_CUDNN_")  # variables that the simulated allocator and attention read
+
+
+def kept_answer(request: ProbeRequest) -> dict[str, object] | None:
+    """The answer of an earlier probe with the same inputs; None without a whole one, and on a real device."""
+    if not _is_kept(request):
+        return None
+    try:
+        answer = read_json(_path(request)) or {}
+        return answer if ProbeResult.from_json(answer).status in _KEPT else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def keep_answer(request: ProbeRequest, answer: Mapping[str, object]) -> None:
+    """Keep `answer` for a later probe with the same inputs, if it is a measurement. Ignores a full disk."""
+    if _is_kept(request) and answer.get("status") in _KEPT:
+        with contextlib.suppress(EnvironmentFault):
+            write_json(_path(request), answer)
+
+
+def _is_kept(request: ProbeRequest) -> bool:
+    return request.device.startswith("sim:") and request.recipe_hash is not None
+
+
+def _path(request: ProbeRequest) -> Path:
+    values = by_content({k: v for k, v in request.values.items() if k not in _UNREAD})
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_ENV)}
+    parts = [
+        request.trainer, values, request.recipe_hash, request.device, request.limit_bytes, request.measured_steps,
+        request.least_of_fits, request.capped, read_json(request.worst_case), settings, code_hash(),
+        calibration.fingerprint(request.device),
+    ]  # fmt: skip
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_folder() / "probes" / f"{name}.json"
+
+
+def by_content(values: Mapping[str, object]) -> dict[str, object]:
+    """`values` with what a model's folder says in place of its path: a copy of it elsewhere answers the same.
+
+    Its weights are not among that, which no simulation reads.
+    """
+    return {key: _content(value) if isinstance(value, str) else value for key, value in values.items()}
+
+
+def _content(value: str) -> object:
+    folder = Path(value)
+    if not folder.is_absolute() or not os.path.isfile(folder / "config.json"):
+        return value
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.json"))}
+    return {"files": files}
+
+
+# A hash of the code of the simulation: what is kept of it counts only for the same code.
+
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm")
+_FOLDERS = ("fakegpu", "forecast", "plugin", "probing")
+
+
+@cache
+def code_hash() -> str:
+    """A hash of the simulation's own code and the versions of the packages that it runs."""
+    digest = hashlib.sha256(json.dumps([_version(p) for p in _PACKAGES]).encode())
+    package = Path(__file__).parent.parent
+    for folder in (*(package / name for name in _FOLDERS), Path(str(resources.files("autofit.trainers")))):
+        for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.npz"))):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

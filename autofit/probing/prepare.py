@@ -21,13 +21,11 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import ProcessEnding
 from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
-from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched, needs_server
 from autofit.recipe.profile import profile
-from autofit.recipe.recipe import Recipe, TrainerName, merge
+from autofit.recipe.recipe import Recipe, TrainerName, merge, spread, with_launch
 from autofit.recipe.secrets import sealed, without_secrets
-from autofit.recipe.server import needs_server
-from autofit.recipe.source import Source, read_source
-from autofit.recipe.spread import spread, with_launch
+from autofit.recipe.yaml_file import Source, read_source
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
 _LENGTHS_S = 60.0  # for some of its samples, which take a second or two

@@ -24,7 +24,7 @@ from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_mode
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.memory import HostMemory as HostTensors
 from autofit.fakegpu.memory import held_bytes
-from autofit.fakegpu.rates.error import COLLECTIVES, HOST, log_error
+from autofit.fakegpu.rates.collectives import COLLECTIVES, HOST, log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs

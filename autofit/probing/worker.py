@@ -26,11 +26,9 @@ from autofit.plugin.protocol import LOAD, UPDATE, Control, Run, Task, Trainer, W
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import as_inside
 from autofit.probing.memory import Memory, empty_allocator, memory_of, merged, tops
-from autofit.probing.oom import is_oom
 from autofit.probing.phases import Followed, PhaseRecorder, StepClock
-from autofit.probing.rank_probes import PORT_IS_TAKEN
-from autofit.probing.result import Cause, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus, RankPeak
-from autofit.probing.supervise import die_with_parent, trial_env
+from autofit.probing.result import Cause, PhasePeak, ProbeRequest, ProbeResult, ProbeStatus, RankPeak, is_oom
+from autofit.probing.supervise import PORT_IS_TAKEN, die_with_parent, trial_env
 from autofit.recipe.launch import Launch, is_on, split
 from autofit.recipe.secrets import into_environment, opened
 

@@ -24,11 +24,12 @@ from autofit.probing.launch import (
     start_job,
 )
 from autofit.promotion.checkpoints import checkpoints
-from autofit.promotion.interruption import ask_to_end
-from autofit.promotion.job import run_promoted
+from autofit.promotion.job import FILES as RESCUE_FILES
+from autofit.promotion.job import carried, run_promoted
 from autofit.promotion.joining import as_a_trial
 from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.place import (
+    Tuned,
     check_found,
     check_ranks,
     for_slurm,
@@ -38,16 +39,13 @@ from autofit.promotion.place import (
     training_device,
     working_folder,
 )
-from autofit.promotion.rescue import FILES as RESCUE_FILES
-from autofit.promotion.rescue import carried
-from autofit.promotion.run_folder import RunFolder, ending_of, log_of
+from autofit.promotion.run_folder import RunFolder, ask_to_end, ending_of, log_of
 from autofit.promotion.slurm_job import run_allocated
-from autofit.promotion.tuned import Tuned
 from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.launching import RolloutServer
 from autofit.recipe.recipe import merge
-from autofit.recipe.server import RolloutServer
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import BEST, LEANEST, Rule, Trial, leanest, winner

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from autofit.errors import printable
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Control, Report, Run
 from autofit.promotion.checkpoints import prove, rotate, unwritten, what_is_torn
-from autofit.promotion.interruption import asked_to_end
-from autofit.promotion.run_folder import Place
-from autofit.watching.card_memory import retries, since_beginning
+from autofit.promotion.run_folder import Place, asked_to_end
+from autofit.watching.contract import StepFacts, Watched, Watcher
 from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress, sync_progress
-from autofit.watching.watcher import StepFacts, Watched, Watcher
+from autofit.watching.memory import retries, since_beginning
 
 # Time between checkpoints: a kill loses at most about a minute, or more where saving would take more than this share.
 _SAVE_EVERY_S = 60.0

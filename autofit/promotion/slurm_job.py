@@ -19,13 +19,21 @@ from autofit.cluster.scheduler import OwnJob, own_job
 from autofit.errors import AutofitError
 from autofit.files import read_json, write_json
 from autofit.probing.supervise import Keep, ProcessEnding, RanksEnded, computing_env, keep, keep_ranks
-from autofit.promotion.interruption import ask_after_signal, forget_signals, goes_on_later, listen
 from autofit.promotion.job import in_processes, start_rank, train_to_the_end
-from autofit.promotion.run_folder import ADDRESS, REQUEUES, RunFolder, forget_ending, tell_ending
-from autofit.promotion.server import Beside, Post, log_of_server
-from autofit.promotion.server_keeper import start_keeper
+from autofit.promotion.run_folder import (
+    ADDRESS,
+    REQUEUES,
+    RunFolder,
+    ask_after_signal,
+    forget_ending,
+    forget_signals,
+    goes_on_later,
+    listen,
+    tell_ending,
+)
+from autofit.promotion.server import Beside, Post, log_of_server, start_keeper
 from autofit.recipe.launch import Launch
-from autofit.recipe.server import RolloutServer
+from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import read_progress
 
 _POLL_S = 0.2

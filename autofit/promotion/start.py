@@ -12,10 +12,11 @@ import torch
 
 from autofit.errors import AutofitError, EnvironmentFault
 from autofit.plugin.protocol import LOAD, OPTIMIZER, SYNC, WAKE_UP, Rescuable, Run, own_checkpoints
-from autofit.probing.oom import is_oom
+from autofit.probing.result import is_oom
 from autofit.promotion.checkpoints import PassedOver, checkpoints, last_checkpoint, step_of, what_is_torn
 from autofit.promotion.reports import Locating, Where
 from autofit.promotion.run_folder import Oom, in_words, keep_oom, read_oom
+from autofit.watching.contract import Watched, Watcher
 from autofit.watching.events import (
     Kind,
     RunEvent,
@@ -25,7 +26,6 @@ from autofit.watching.events import (
     keep_only,
     read_progress,
 )
-from autofit.watching.watcher import Watched, Watcher
 
 
 class Start(Watcher):

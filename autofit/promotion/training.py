@@ -24,17 +24,19 @@ from autofit.files import read_json
 from autofit.plugin.protocol import Run, Task
 from autofit.plugin.ranks import as_rank
 from autofit.plugin.registry import load
-from autofit.probing.oom import is_oom
-from autofit.probing.rank_probes import PORT_IS_TAKEN
-from autofit.probing.supervise import die_with_parent
+from autofit.probing.result import is_oom
+from autofit.probing.supervise import PORT_IS_TAKEN, die_with_parent
 from autofit.promotion.checkpoints import delete_own, print_leniently, reason_of
-from autofit.promotion.interruption import ask_after_signal, deaf_children, listen, received
 from autofit.promotion.reports import Following, Leading, Locating, Together
 from autofit.promotion.run_folder import (
     ADDRESS,
     Place,
     RunFolder,
+    ask_after_signal,
+    deaf_children,
     forget_unloadable,
+    listen,
+    received,
     tell_failure,
     tell_unloadable,
     unloadable,
@@ -44,10 +46,9 @@ from autofit.promotion.start import Start, not_loaded, tell_oom, tell_oom_and_sa
 from autofit.recipe.launch import Launch, split
 from autofit.recipe.secrets import into_environment, opened
 from autofit.tuning.storage import mlflow_follows
-from autofit.watching.contract import Promise
+from autofit.watching.contract import Promise, Watched
 from autofit.watching.events import read_progress
 from autofit.watching.thresholds import guards_of
-from autofit.watching.watcher import Watched
 from autofit.watching.watchers import watchers
 
 RANK = "RANK"  # environment variable: the number of this rank, of several

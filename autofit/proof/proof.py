@@ -26,8 +26,7 @@ from autofit.probing.supervise import trial_env
 from autofit.proof.reach import IN_BOTH, launch_unlike, on_few_ranks, reach, reach_of_launch, unlike
 from autofit.recipe.keys import BatchKeys, Tier
 from autofit.recipe.launch import LAUNCH
-from autofit.recipe.recipe import inner_value, merge
-from autofit.recipe.spread import Batch
+from autofit.recipe.recipe import Batch, inner_value, merge
 from autofit.space.traits import Reach, describe_changes
 from autofit.tuning.frontier import Trial
 from autofit.tuning.record import keep_proof, kept_proof, record_of

@@ -11,8 +11,7 @@ from autofit.errors import ConfigError
 from autofit.plugin.protocol import compared_attention
 from autofit.recipe.keys import BatchKeys, weight_bits
 from autofit.recipe.launch import LAUNCH
-from autofit.recipe.recipe import merge
-from autofit.recipe.spread import Batch
+from autofit.recipe.recipe import Batch, merge
 from autofit.space.traits import UNPROVEN, Reach, traits_of
 
 # Changes of the recipe that can be applied to both baseline and candidate in the small trainings.

@@ -12,7 +12,7 @@ from typing import cast
 import yaml
 
 from autofit.files import read_json
-from autofit.recipe.reach import may_read
+from autofit.recipe.yaml_file import may_read
 
 Config = Mapping[str, object]
 # Owners whose models are copies of others' under the same name, or with "Meta-" before it.

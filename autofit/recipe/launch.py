@@ -16,8 +16,7 @@ from typing import Literal, cast, get_args
 from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch_values import NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
-from autofit.recipe.reach import may_read
-from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.recipe.yaml_file import may_read, read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters"]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from autofit.files import read_json
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.clashes import OFFLOAD, clashes
-from autofit.recipe.findings import CHECKS, Finding, Severity, StatedLaunch
+from autofit.recipe.findings import CHECKS, OFFLOAD, Finding, Severity, StatedLaunch, clashes
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS

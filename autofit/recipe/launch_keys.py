@@ -14,7 +14,7 @@ from autofit.errors import ConfigError, nearest, quoted
 from autofit.files import regular_bytes
 from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH
 from autofit.recipe.launch_values import FLAGS, WRAP_POLICIES
-from autofit.recipe.reach import may_read
+from autofit.recipe.yaml_file import may_read
 
 TYPES = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}  # flags of `accelerate launch`
 _LAUNCH = {

@@ -13,7 +13,7 @@ from autofit.errors import ConfigError, nearest, quoted
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import BFLOAT16_CAPABILITY, simulated_twin
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.clashes import OFFLOAD, Clash, clashes_of
+from autofit.recipe.findings import OFFLOAD, Clash, clashes_of
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.recipe import Recipe, inner_value

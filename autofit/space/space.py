@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import cast
 
 from autofit.errors import ConfigError
-from autofit.recipe.clashes import Clash
+from autofit.recipe.findings import Clash
 from autofit.recipe.keys import SYNC_EACH_BATCH, TIERS, BatchKeys, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import (

@@ -26,11 +26,14 @@ from autofit.tracking.runs import (
     TRIAL,
     client,
     experiment_id,
+    log_params,
     role_tags,
     search,
+    trial_params,
     trial_run_ids,
+    with_gb,
+    with_launch,
 )
-from autofit.tracking.trial_run import log_params, trial_params, with_gb, with_launch
 from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.study import load_study, trials_of

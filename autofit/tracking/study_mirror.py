@@ -30,13 +30,17 @@ from autofit.tracking.runs import (
     TRIAL,
     client,
     experiment_id,
+    finished_run,
+    how_confirmed,
+    mirror_confirmation,
+    mirror_trial,
+    put_runs,
     role_tags,
     runs_of,
     search,
     tracking_errors,
 )
-from autofit.tracking.trial_run import finished_run, how_confirmed, mirror_confirmation, mirror_trial, put_runs
-from autofit.tracking.views import view_tags
+from autofit.tracking.ui import view_tags
 from autofit.tuning.frontier import Trial, baseline, common_front, winner
 from autofit.tuning.locks import exclusive
 from autofit.tuning.record import StudyRecord, record_of

@@ -8,10 +8,10 @@ from itertools import accumulate
 from math import isfinite
 from statistics import fmean, median
 
+from autofit.watching.contract import Watched, Watcher
 from autofit.watching.events import Kind, RunEvent
+from autofit.watching.progress import Trend, memory, shift, trend
 from autofit.watching.thresholds import Guard, GuardCheck
-from autofit.watching.trends import Trend, memory, shift, trend
-from autofit.watching.watcher import Watched, Watcher
 
 Points = Sequence[tuple[int, float]]  # (step, value), oldest first
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 
 class Gauge(Protocol):
-    """Reads the bytes of the device that trains (`autofit.watching.card_memory.CudaGauge`)."""
+    """Reads the bytes of the device that trains (`autofit.watching.memory.CudaGauge`)."""
 
     @property
     def capacity_bytes(self) -> int: ...

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from autofit.errors import AutofitError
-from autofit.probing.oom import is_oom
+from autofit.probing.result import is_oom
+from autofit.watching.contract import Watched, Watcher
 from autofit.watching.events import Kind, RunEvent, keep_event
-from autofit.watching.watcher import Watched, Watcher
 
 _SLOW_S = 60.0  # of one call; told again after twice the time, and so on
 _LOOK_EVERY_S = 1.0

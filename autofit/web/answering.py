@@ -23,11 +23,10 @@ from autofit.fakegpu.specs import GpuSpec, gpu_spec
 from autofit.forecast.advice import Advice
 from autofit.forecast.advice_text import advice_lines, float32_words
 from autofit.forecast.change import Change
-from autofit.forecast.crash import crash_of
-from autofit.forecast.estimate import Estimator
+from autofit.forecast.estimate import Estimator, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
-from autofit.frontends.foreign import NOT_SIMULATED, Explanation
+from autofit.frontends.draft import NOT_SIMULATED, Explanation
 from autofit.frontends.reading import explain
 from autofit.frontends.sharing import OTHERWISE, UnreadFileError
 from autofit.frontends.writing import own_text, own_words
@@ -35,17 +34,15 @@ from autofit.hardware.prices import Price, prices
 from autofit.plugin.protocol import BEFORE_UPDATE, EVALUATION, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
-from autofit.recipe.clashes import clashes
+from autofit.recipe.findings import clashes
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.profile import SeveralTrainersError, profile, profiles
-from autofit.recipe.reach import only_below
 from autofit.recipe.recipe import Recipe, merge
-from autofit.recipe.source import Source
+from autofit.recipe.yaml_file import Source, only_below
 from autofit.space.knob import stated_by
 from autofit.space.traits import describe_changes, reason_for, samples_word
 from autofit.web.allowed import SUFFIXES, Allowed, allowed, allowed_launch, write_config, write_training
-from autofit.web.question import Question
-from autofit.web.simulator import Shared
+from autofit.web.simulator import Question, Shared
 
 _ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)
 Told = dict[str, object]

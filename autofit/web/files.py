@@ -13,7 +13,7 @@ from autofit.api.markup import STYLE, escaped
 from autofit.fakegpu.specs import GPU_SPECS
 from autofit.hardware.prices import prices
 from autofit.recipe.catalogue import names
-from autofit.web.question import Question
+from autofit.web.simulator import Question
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from autofit.errors import AutofitError
 from autofit.web.files import FILES
-from autofit.web.question import Limits, Question, Rate
+from autofit.web.simulator import Limits, Question, Rate
 
 
 class Full(Exception):

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from autofit.fakegpu import fake_gpu, gpu_spec
-from autofit.watching.card_memory import since_beginning
+from autofit.watching.contract import StepFacts, Watched
 from autofit.watching.events import RunEvent
-from autofit.watching.memory import MemoryWatcher
-from autofit.watching.watcher import StepFacts, Watched
+from autofit.watching.memory import MemoryWatcher, since_beginning
 
 VOCABULARY = 4003
 STEPS, ACCUMULATION = 8, 2

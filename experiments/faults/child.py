@@ -6,7 +6,7 @@ from pathlib import Path
 from autofit.files import read_json
 from autofit.promotion import training
 from autofit.promotion.checkpoints import print_leniently
-from autofit.promotion.interruption import listen
+from autofit.promotion.run_folder import listen
 
 
 def run(request_path: str) -> int:

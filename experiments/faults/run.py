@@ -16,8 +16,8 @@ from autofit.files import read_json, write_json
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import ProcessEnding
+from autofit.promotion.job import carried, goes_on
 from autofit.promotion.ladder import RescueLadder
-from autofit.promotion.rescue import carried, goes_on
 from autofit.watching.events import Kind, events_of, read_progress
 
 METRICS = ("step", "loss", "grad_norm", "learning_rate", "reward")

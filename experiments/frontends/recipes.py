@@ -29,8 +29,7 @@ from examples import STUBS, arguments, commit_of
 
 from autofit.errors import ConfigError
 from autofit.frontends import verl
-from autofit.frontends.draft import Draft
-from autofit.frontends.foreign import Foreign
+from autofit.frontends.draft import Draft, Foreign
 from autofit.frontends.reading import explain, read
 from autofit.frontends.writing import can_say, written
 

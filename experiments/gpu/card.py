@@ -9,8 +9,8 @@ from autofit.files import read_json, write_json
 from autofit.hardware.hardware import card_of
 from autofit.hardware.health import Look, look_at_cards
 from autofit.hardware.nvml import why_none
-from autofit.probing.cuda_start import cuda_start, start_problem
 from autofit.probing.fork_server import ForkServer
+from autofit.probing.slots import cuda_start, start_problem
 from gpu.children import on_one_card
 
 _COMPUTES_S = 60.0

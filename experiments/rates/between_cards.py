@@ -1,7 +1,7 @@
 """How far apart measurements of one card are, and how well another card's table tells a card without one.
 
 Run: `python experiments/rates/between_cards.py [wheel]` (about a minute). The errors in
-`autofit/fakegpu/rates/error.py` are from here.
+`autofit/fakegpu/rates/collectives.py` are from here.
 """
 
 import sys

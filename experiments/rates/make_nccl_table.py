@@ -17,9 +17,8 @@ import numpy.typing as npt
 from source import PACKAGE, VERSION, Columns, Floats, download, read
 
 import autofit.fakegpu.rates
-from autofit.fakegpu.rates.cards import STEP
-from autofit.fakegpu.rates.collectives import MEASURED
-from autofit.fakegpu.rates.products import Grid
+from autofit.fakegpu.rates.collectives import KINDS
+from autofit.fakegpu.rates.products import STEP, Grid
 
 PATH = Path(autofit.fakegpu.rates.__file__).parent / "nccl.npz"
 NEWEST = {  # system: version of NCCL, the newest that was measured
@@ -71,7 +70,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for system, version in NEWEST.items():
         columns = read(wheel, f"{system}/comm/nccl/{version}/nccl_perf.parquet")
-        for kind in MEASURED:
+        for kind in KINDS:
             numbers, sizes, measured = seconds(columns, kind)
             _, _, other = seconds(columns, kind, "int8")
             assert np.array_equal(made.setdefault("bytes", sizes.astype(np.int64)), sizes)

@@ -24,7 +24,7 @@ from autofit.forecast.forecast import Forecaster
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.source import PROMPT_TOKENS, baseline_path
+from autofit.recipe.yaml_file import PROMPT_TOKENS, baseline_path
 from autofit.space.knob import load_space
 from autofit.space.space import Knob, Space
 from autofit.tuning.candidates import Grid

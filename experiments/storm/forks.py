@@ -26,9 +26,9 @@ from autofit.probing import kept_place, kept_server
 
 _MODULES = (
     "autofit.cli", "autofit.api.checking", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
-    "autofit.api.listing", "autofit.api.promoting", "autofit.api.pipeline", "autofit.api.pipeline_stages",
-    "autofit.api.monitoring", "autofit.api.snapshot_tables", "autofit.api.job_list", "autofit.api.verl",
-    "autofit.trainers.early", "autofit.tracking.database", "autofit.tracking.study_mirror", "autofit.tracking.views",
+    "autofit.api.results", "autofit.api.promoting", "autofit.api.pipeline", "autofit.api.pipeline_stages",
+    "autofit.api.monitoring", "autofit.api.monitoring", "autofit.api.job_list", "autofit.api.verl",
+    "autofit.trainers.early", "autofit.tracking.database", "autofit.tracking.study_mirror", "autofit.tracking.ui",
     "autofit.tracking.promoted_run", "autofit.recipe.launch_findings", "autofit.cluster.nodes", "autofit.proof",
     "autofit.promotion.stages", "autofit.frontends.reading", "autofit.frontends.writing", "autofit.web.server",
     "autofit.web.simulator", "autofit.web.files", "autofit.watching.guards", "autofit.fakegpu.calibrate",

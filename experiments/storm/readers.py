@@ -20,7 +20,7 @@ from autofit.recipe.pipeline import OPTIONS, read_pipeline
 from autofit.recipe.profile import TAKEN_BY
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import sealed
-from autofit.recipe.source import read_source
+from autofit.recipe.yaml_file import read_source
 from autofit.space.knob import load_space, read_space
 from autofit.space.space import Space
 from autofit.trainers.offline import read_config_file

@@ -20,7 +20,7 @@ import yaml
 from autofit.api.planning import Request, make_plan
 from autofit.api.reading import fork_server
 from autofit.forecast.forecast import Forecaster
-from autofit.forecast.structures import without_offload
+from autofit.forecast.predictions import without_offload
 from autofit.probing.prepare import worst_case_path
 from autofit.recipe.keys import TIERS
 from autofit.tuning.candidates import Grid

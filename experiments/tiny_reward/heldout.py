@@ -5,8 +5,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autofit.demo.cache import run_module
 from autofit.demo.rewards import chain_sum_reward
+from autofit.demo.smollm2 import run_module
 
 SAMPLES_PER_PROBLEM = 8
 MAX_COMPLETION_TOKENS = 5

@@ -13,8 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.demo.cache import Progress, ensure_built, locked_cache, run_module, write_atomically
-from autofit.demo.smollm2 import DATASET_SEED, REWARD, Problem, Prompt, Recipe, chain_sums, recipe_text, write_splits
+from autofit.demo.smollm2 import (
+    DATASET_SEED,
+    REWARD,
+    Problem,
+    Progress,
+    Prompt,
+    Recipe,
+    chain_sums,
+    ensure_built,
+    locked_cache,
+    recipe_text,
+    run_module,
+    write_atomically,
+    write_splits,
+)
 
 if TYPE_CHECKING:
     import torch

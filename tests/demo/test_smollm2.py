@@ -158,7 +158,7 @@ def test_two_processes_at_once_build_it_once(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from autofit.demo.cache import ensure_built, locked_cache
+from autofit.demo.smollm2 import ensure_built, locked_cache
 def build(folder):
     time.sleep(0.5)
     (folder / "x").write_text("whole")

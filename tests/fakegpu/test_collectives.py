@@ -23,7 +23,7 @@ from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, Symbols
 from autofit.fakegpu.formula.seconds import KernelRows
 from autofit.fakegpu.ranks import fake_ranks, nccl_bytes
-from autofit.fakegpu.rates.collectives import MEASURED, NETWORK_SHARE, TABLES, Collective, CollectiveSeconds
+from autofit.fakegpu.rates.collectives import KINDS, NETWORK_SHARE, TABLES, Collective, CollectiveSeconds
 from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def test_a_measured_collective_takes_the_seconds_that_were_measured(
 
 
 @pytest.mark.parametrize("card", sorted(GPU_SPECS))
-@pytest.mark.parametrize("kind", [*MEASURED, "broadcast"])
+@pytest.mark.parametrize("kind", [*KINDS, "broadcast"])
 def test_more_bytes_take_longer_on_every_card(card: str, kind: Collective) -> None:
     seconds = CollectiveSeconds(gpu_spec(card))
     for cards in (2, 3, 4, 8, 16):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from autofit.fakegpu import FakeGpuError
-from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.forward import Batch, Decoder, collective_seconds
+from autofit.fakegpu.engines.forward import Batch, Decoder, PagedBatching, collective_seconds
 from autofit.fakegpu.engines.schedule import Scheduler, Stretch
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec

@@ -19,12 +19,12 @@ FOLDER = Path(autofit.fakegpu.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "allocator", "depth", "engines", "formula", "formula.polynomials", "known_values", "linear_loss",
-        "patches", "patches.guard", "patches.redirect", "rates", "rates.products", "reductions", "specs",
+        "patches", "patches.guard", "patches.redirect", "rates", "reductions", "specs",
     ),
-    ("depth.stack", "ranks", "rates.cards", "replay", "scratch"),
+    ("depth.stack", "ranks", "rates.products", "replay", "scratch"),
     ("rates.collectives", "rates.kernels"),
-    ("engines.forward", "kernels", "rates.error"),
-    ("communication", "engines.continuous", "engines.schedule", "memory", "op_cache"),
+    ("engines.forward", "kernels"),
+    ("communication", "engines.schedule", "memory", "op_cache"),
     ("engines.vllm", "timeline"),
     ("clock", "formula.kernel_log"),
     ("calibrate", "depth.delay", "formula.seconds", "fusion"),
@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("card", "depth.rounds", "patches.tensors"),
     ("patches.same_calls", "patches.walks"),
     (
-        "patches.attention", "patches.cuda_api", "patches.deepspeed", "patches.operators",
+        "patches.attention", "patches.cuda_api", "patches.operators",
         "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
     ("patches.distributed", "patches.libraries", "patches.low_bit"),

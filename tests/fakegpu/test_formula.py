@@ -20,7 +20,7 @@ from tiny import write_model, write_offline_recipe, write_recipe
 
 from autofit.fakegpu.formula.formula import MassModel
 from autofit.files import write_json
-from autofit.forecast.models import Made
+from autofit.forecast.composed import Made
 from autofit.forecast.worker import Point, Seen, Structure
 from autofit.probing.fork_server import ForkServer
 from autofit.trainers.keys import ROLLOUTS, SAMPLES, TILE_TOKENS

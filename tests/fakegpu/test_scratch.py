@@ -150,7 +150,7 @@ def test_rows_that_a_mask_takes_are_as_many_as_their_values() -> None:
         x, mask, values = floats(2, 3000, 100), torch.ones(2, 3000, device="cuda") > 0, floats(5990, 100)
         known = peak_and_kept(gpu, lambda: x.index_put_((mask,), values, accumulate=True))
         rows = [longs(5990), longs(5990)]
-        given = peak_and_kept(gpu, lambda: x.index_put_(rows, values, accumulate=True))
+        given = peak_and_kept(gpu, lambda: x.index_put_(tuple(rows), values, accumulate=True))
     assert known == given
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from autofit.fakegpu.engines.continuous import PagedBatching
+from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols, phase_of
 from autofit.fakegpu.kernels import Times

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxOutput
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.patches.redirect import Undo, untouched
+from autofit.fakegpu.patches.redirect import Target, Undo, untouched
 
 aten = torch.ops.aten
 # scaled_dot_product_attention as a CUDA build runs it: the choice of kernel, and its allocations.
@@ -228,7 +228,6 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
 
 
-Target = tuple[object, str, object, str]
 # `attn_implementation: flash_attention_2` where flash-attn is not installed, as on a machine that has it.
 #
 # torch carries the same kernels (`aten::_flash_attention_forward` and its backward, from the flash-attn 2 sources),

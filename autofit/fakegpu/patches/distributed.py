@@ -21,15 +21,12 @@ from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.depth.stack import LongerPatternError
 from autofit.fakegpu.known_values import INTEGER_LIMIT, Shadows
 from autofit.fakegpu.patches.cuda_api import FakeStream, always
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.patches.reducer import BucketReducer, SilentLogger, broadcast_in_flat_buffers
 from autofit.fakegpu.tracer import Tracer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-Target = tuple[object, str, object, str]
 
 
 def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import MAIN
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec
 
 if TYPE_CHECKING:
@@ -162,9 +162,6 @@ def _int8_dequant(
     if bias is not None and bias.dtype is not torch.float16:
         out.add_(bias)
     return out.to(dtype or torch.float16)
-
-
-Target = tuple[object, str, object, str]
 
 
 def bitsandbytes_modules(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:

@@ -16,10 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.redirect import Target, untouched
 
 aten = torch.ops.aten
-Target = tuple[object, str, object, str]
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _KEPT = {"lstm": 5, "gru": 4, "rnn_tanh": 1, "rnn_relu": 1}  # kept per step, in hidden sizes: gates, cell or candidate
 _RESERVE_NOTE = "what cuDNN's recurrent layers keep for backward (reserve space) is estimated from the mathematics"

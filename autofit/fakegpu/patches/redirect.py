@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 # What a block changes, and how it is restored: every action runs, whatever the others or the block raise.
 
 Entered = TypeVar("Entered")
+Target = tuple[object, str, object, str]  # the owner of a name, the name, its value, the reason
 
 
 class Undo:

@@ -26,7 +26,6 @@ from autofit.fakegpu.memory import is_pinned
 from autofit.fakegpu.patches import (
     attention,
     cuda_api,
-    deepspeed,
     distributed,
     libraries,
     low_bit,
@@ -39,10 +38,18 @@ from autofit.fakegpu.patches import (
     walks,
 )
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
+from autofit.fakegpu.patches.libraries import (
+    accelerator,
+    cuda_accelerator,
+    finite_gradients,
+    finite_norms,
+    host_adam,
+    process_groups,
+    same_on_all_ranks,
+)
 from autofit.fakegpu.patches.operators import in_larger_storage, in_parts, kernels_of_cuda, own_kernels
-from autofit.fakegpu.patches.redirect import Undo, redirect, replace, untouched
+from autofit.fakegpu.patches.redirect import Target, Undo, redirect, replace, untouched
 
-Target = tuple[object, str, object, str]
 _Patches = Callable[[FakeGpu, ModuleType], Iterable[Target]]
 
 
@@ -276,15 +283,15 @@ _LIBRARIES: dict[str, _Patches] = {
     "triton.runtime.autotuner": libraries.triton_launches,
     "safetensors.torch": libraries.safetensors_save,
     "accelerate.state": libraries.accelerate_state,
-    "deepspeed.accelerator.cuda_accelerator": deepspeed.cuda_accelerator,
-    "deepspeed.accelerator.real_accelerator": deepspeed.accelerator,
-    "deepspeed.comm.comm": deepspeed.process_groups,
-    "deepspeed.utils.groups": deepspeed.process_groups,
-    "deepspeed.ops.adam.cpu_adam": deepspeed.host_adam,
-    "deepspeed.runtime.utils": deepspeed.finite_norms,
-    "deepspeed.runtime.zero.utils": deepspeed.same_on_all_ranks,
-    "deepspeed.runtime.zero.stage_1_and_2": deepspeed.finite_gradients,
-    "deepspeed.runtime.zero.stage3": deepspeed.finite_gradients,
+    "deepspeed.accelerator.cuda_accelerator": cuda_accelerator,
+    "deepspeed.accelerator.real_accelerator": accelerator,
+    "deepspeed.comm.comm": process_groups,
+    "deepspeed.utils.groups": process_groups,
+    "deepspeed.ops.adam.cpu_adam": host_adam,
+    "deepspeed.runtime.utils": finite_norms,
+    "deepspeed.runtime.zero.utils": same_on_all_ranks,
+    "deepspeed.runtime.zero.stage_1_and_2": finite_gradients,
+    "deepspeed.runtime.zero.stage3": finite_gradients,
     "torch.nn.parallel.distributed": distributed.data_parallel,
     "torch.distributed.fsdp._fully_shard._fsdp_param": distributed.parameter_shards,
     "torch.distributed.fsdp._fully_shard._fsdp_state": distributed.sharded_layers,

@@ -26,9 +26,8 @@ from autofit.fakegpu.allocator import SMALL_BYTES
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.layers import Delay, LayerClock
 from autofit.fakegpu.depth.stack import full_config, repeats, stack_of, stands_for, text_config
-from autofit.fakegpu.engines.continuous import PagedBatching
-from autofit.fakegpu.engines.forward import Decoder
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.engines.forward import Decoder, PagedBatching
+from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.patches.same_calls import if_alike_played
 
 FIRST_TRY = 4  # traced steps before the first comparison; the first ones contain the prefill
@@ -285,12 +284,11 @@ def _grows(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> bool:
     return not slides or input_ids.shape[1] + steps <= int(window or 0)
 
 
-Target = tuple[object, str, object, str]
 # Continuous batching of transformers on the simulated card, whose generation loop runs in a thread of its own.
 #
 # Fake tensors cannot enter another thread. So `generate_batch` is played here: one step of the real model with one
 # token of each sequence, its sampling, and then the rest of the steps by the clock. What the paged cache and its
-# attention add is `engines.continuous`. While a forecast traces a training (`clock.log`), two steps of the model are
+# attention add is `engines.forward`. While a forecast traces a training (`clock.log`), two steps of the model are
 # traced and the forecast adds the rest for each candidate.
 
 _DEFAULT_SHARE = 0.9  # of transformers; TRL sets 0.5

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import SimulatedMemory, is_pinned, set_pinned
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.specs import FakeGpuError
 from autofit.fakegpu.tracer import Tracer
 
@@ -278,7 +278,6 @@ def _synchronize(clock: Clock, tensor: torch.Tensor) -> None:
         clock.copy_to_host(tensor.numel() * tensor.element_size())
 
 
-Target = tuple[object, str, object, str]
 # Checkpoints inside the block: `torch.save` writes shapes instead of values, and `torch.load` makes fakes from them.
 #
 # A fake is saved as a small dictionary with its known values, if any. So files stay small, `weights_only=True` accepts

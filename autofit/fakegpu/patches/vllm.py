@@ -26,7 +26,7 @@ from autofit.fakegpu.depth.layers import Delay, LayerClock
 from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.ranks import server_cards
 
 # What a caller may ask of vLLM's generation: the arguments of the real classes, which refuse every other one.
@@ -79,7 +79,6 @@ class StructuredOutputsParams:
             raise ValueError(f"structured outputs need one of {', '.join(kinds)}; got {', '.join(given) or 'none'}")
 
 
-Target = tuple[object, str, object, str]
 _STREAM = 1 << 20  # a number that no stream of the training code has
 _NOTE = (
     "vLLM was not run: its schedule is played with the kernels that were measured on the card, its profiling run, CUDA "

@@ -11,10 +11,9 @@ import torch
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.stack import is_own_work
-from autofit.fakegpu.patches.redirect import untouched
+from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.walks import TRAIN, VISIT, charge_modules, charge_tensors
 
-Target = tuple[object, str, object, str]
 Pair = tuple[str, torch.nn.Module]
 
 

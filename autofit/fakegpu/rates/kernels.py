@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.rates.cards import CardRates, card_rates, rates_name
-from autofit.fakegpu.rates.products import Floats, Machine
+from autofit.fakegpu.rates.products import CardRates, Floats, Machine, card_rates, rates_name
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 # Bytes/s of a kernel that memory bounds, by the pattern in which it reads and writes. Needs no torch.

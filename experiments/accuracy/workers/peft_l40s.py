@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.fakegpu.rates.error import log_error
+from autofit.fakegpu.rates.collectives import log_error
 from autofit.recipe import catalogue
 from experiments.accuracy.workers import stand_ins
 from experiments.accuracy.workers.figures import write_figures
