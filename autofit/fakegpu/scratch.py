@@ -155,25 +155,29 @@ def _head_dim(dim: int) -> int:
 
 
 def _flash_backward(
-    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> Held:
-    """mha_bwd in flash_api.cpp: softmax sums, fp32 dq accumulator, and full-head dk and dv under grouped queries."""
+    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    *_: object, **__: object,
+) -> Held:  # fmt: skip
+    """mha_bwd in flash_api.cpp: softmax sums, fp32 dq accumulator, and full-head dk and dv under grouped queries.
+
+    The output has the strides of the queries, and is made contiguous as its gradient is (attention_backward.cu).
+    """
     batch, heads, length, dim = q.shape
     key_heads, key_length = k.shape[1], k.shape[2]
     rows = (batch, heads, length)
     sums = (Rounded(4, rows, (1, 1, 128)),), (Rounded(4 * _head_dim(dim), rows, (1, 1, 128)),)
-    held = *_copy_of_heads(grad), *sums
+    held = *_copy_of_heads(grad), *_copy_of_heads(out), *sums
     if key_heads == heads:
         return held
     expanded = _whole((batch, heads, key_length), dim * k.element_size())
     return *held, expanded, expanded
 
 
-def _copy_of_heads(grad: torch.Tensor) -> Held:
-    """A gradient (batch, heads, length, dim) is made contiguous as (batch, length, heads, dim)."""
-    view = _View.of(grad)
+def _copy_of_heads(tensor: torch.Tensor) -> Held:
+    """A tensor (batch, heads, length, dim) is made contiguous as (batch, length, heads, dim)."""
+    view = _View.of(tensor)
     batch, heads, length, dim = view.shape
-    wanted = _View.new((batch, length, heads, dim), grad.dtype).strides
+    wanted = _View.new((batch, length, heads, dim), tensor.dtype).strides
     have = tuple(view.strides[i] for i in (0, 2, 1, 3))
     same = all(size == 1 or a == b for size, a, b in zip((batch, length, heads, dim), have, wanted, strict=True))
     return () if same else (view.whole,)
@@ -185,11 +189,12 @@ def _flash_backward_of_tokens(
 ) -> Held:  # fmt: skip
     """`_flash_backward` for heads inside of tokens; mha_varlen_bwd rounds its buffers up by 128 rows a sequence."""
     if starts_q is None:
-        return _flash_backward(spec, grad, q.transpose(1, 2), k.transpose(1, 2), v)
+        return _flash_backward(spec, *(tensor.transpose(1, 2) for tensor in (grad, q, k, v, out)))
     tokens, heads, dim = q.shape
     sequences = starts_q.shape[0] - 1
     buffers = (
         *_copy_with_gaps(grad),
+        *_copy_with_gaps(out),
         *(
             (Rounded(scale, (heads, tokens), (1, 1)), Rounded(128 * scale, (heads, sequences), (1, 1)))
             for scale in (4, 4 * _head_dim(dim))

@@ -138,6 +138,16 @@ def test_attention_without_dropout_keeps_no_random_numbers() -> None:
         assert peak_and_kept(gpu, lambda: call(q, q, q, None, True))[1] == 1075200 + 35840
 
 
+def test_an_output_with_the_strides_of_its_queries_is_copied_for_its_backward() -> None:
+    with fake_gpu("h100") as gpu, torch.no_grad():
+        q, grad = halves(2, 8, 300, 64), halves(2, 300, 8, 64).transpose(1, 2)
+        out, *saved = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
+        sums, starts, starts_k, most, most_k, seed, offset, _ = saved
+        call = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        rest = (grad, q, q, q, out, sums, starts, starts_k, most, most_k, 0.0, True, seed, offset)
+        assert peak_and_kept(gpu, lambda: call(*rest)) == (4055040, 1843200)
+
+
 def test_gradients_accumulated_at_indices_are_sorted_first() -> None:
     with fake_gpu("h100") as gpu, torch.no_grad():
         x, rows, values = floats(1000, 1000), longs(2305), floats(2305, 1000)
