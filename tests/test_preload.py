@@ -29,6 +29,8 @@ def test_what_the_imports_leave_out_is_there_when_it_is_used(tmp_path: Path, mon
     assert ending.exit_code == 0, (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "answer.json").read_text()) == {
         "before": [],
+        "samples": 1,
+        "scipy": False,
         "card": True,
         "tells_nobody": True,
         "assigned": [[0, 1], [1, 0]],

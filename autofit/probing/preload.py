@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ def preload() -> None:
         _import_object_detection()
         for name in _MODULES:
             importlib.import_module(name)
+        _leave_out_scipy()
         _import_trainers()
 
 
@@ -57,3 +58,21 @@ def _import_object_detection() -> None:
         importlib.import_module("transformers.loss.loss_utils")
     finally:
         del sys.modules[name]
+
+
+def _leave_out_scipy() -> None:
+    """Let datasets replace functions of scipy in the module that reads a file only where scipy was imported.
+
+    It imports scipy.io (0.2 s) for that in each process that reads a dataset; what was not imported has no name there.
+    """
+    streaming = importlib.import_module("datasets.streaming")
+    replaced = getattr(streaming, "patch_submodule", None)
+    if replaced is None:  # a version that does otherwise
+        return
+
+    def patch_submodule(module: ModuleType, target: str, *args: Any, **options: Any) -> Any:
+        if target.partition(".")[0] in sys.modules:
+            return replaced(module, target, *args, **options)
+        return SimpleNamespace(start=lambda: None)
+
+    vars(streaming)["patch_submodule"] = patch_submodule
