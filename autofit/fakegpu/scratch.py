@@ -51,17 +51,19 @@ class Scratch(NamedTuple):
 
     rule: Rule
     overloads: tuple[str, ...] = ("default",)  # that have it
+    before: Rule | None = None  # what is held, and given back, before that
     on_cpu: bool = False  # the CPU's kernel has it too
 
 
 def scratch_of(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
-) -> Held:
-    """What an operation allocates and frees internally, in addition to its outputs."""
+) -> tuple[Held, ...]:
+    """What an operation allocates and frees internally, in addition to its outputs, one after the other."""
     scratch = SCRATCH.get(func._schema.name)
     if scratch is None or func._overloadname not in scratch.overloads or not (scratch.on_cpu or device == "cuda"):
         return ()
-    return scratch.rule(spec, *args, **kwargs)
+    rules = filter(None, (scratch.before, scratch.rule))
+    return tuple(rule(spec, *args, **kwargs) for rule in rules)
 
 
 def _up(value: int, multiple: int) -> int:
@@ -209,6 +211,15 @@ def _flash_backward_of_tokens(
 def _delta(spec: GpuSpec, grad: torch.Tensor, query: torch.Tensor, *_: object, **__: object) -> Held:
     """One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py)."""
     return (_whole(query.shape[:3], 4),)
+
+
+def _products_of_float32(spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, *_: object, **__: object) -> Held:
+    """Delta of float32 comes from torch's own operators (kKernelComputesDelta): products, their sums, a copy of these.
+
+    They are smaller than what the kernel takes after them, which then finds no place in their memory.
+    """
+    rows = _whole(q.shape[:3], 4)
+    return (_whole(q.shape, 4), rows, rows) if q.dtype is torch.float32 else ()
 
 
 def _efficient_backward(
@@ -650,7 +661,7 @@ SCRATCH: dict[str, Scratch] = {
     "aten::_scaled_dot_product_flash_attention": Scratch(_flash),
     "aten::_scaled_dot_product_flash_attention_backward": Scratch(_flash_backward),
     "aten::_flash_attention_backward": Scratch(_flash_backward_of_tokens),
-    "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward),
+    "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward, before=_products_of_float32),
     "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
     "flex::flex_attention_backward": Scratch(_delta),  # patches/attention.py
 }

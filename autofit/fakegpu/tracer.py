@@ -261,10 +261,11 @@ class Tracer(TorchDispatchMode):
                 self._ensure_workspace()
             for number, parts in rounded_outputs(func, args).items():
                 self.memory.note_parts(cast("Sequence[torch.Tensor]", out)[number], parts)
-        taken = self.memory.scratch(scratch_of(func, args, kwargs, device=device, spec=self.memory.spec), name)
-        if self.layers is not None and args and isinstance(args[0], (list, tuple)):
-            for index in taken:
-                self.layers.share_evenly(index, args[0])
+        for held in scratch_of(func, args, kwargs, device=device, spec=self.memory.spec):
+            taken = self.memory.scratch(held, name)
+            if self.layers is not None and args and isinstance(args[0], (list, tuple)):
+                for index in taken:
+                    self.layers.share_evenly(index, args[0])
         if (
             device == "cuda"
             and func is aten._to_copy.default

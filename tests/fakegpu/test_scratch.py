@@ -148,6 +148,18 @@ def test_an_output_with_the_strides_of_its_queries_is_copied_for_its_backward() 
         assert peak_and_kept(gpu, lambda: call(*rest)) == (4055040, 1843200)
 
 
+@pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_efficient_attention_multiplies_float32_outside_of_its_kernel(dtype: torch.dtype, products: int) -> None:
+    with fake_gpu("a100-40gb") as gpu, torch.no_grad():
+        q, grad = (torch.empty(2, 300, 8, 64, dtype=dtype, device="cuda").transpose(1, 2) for _ in range(2))
+        out, *sums = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True)
+        made = len(gpu.memory.allocations)
+        call = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        call(grad, q, q, q, None, out, *sums, 0.0, [True, True, True, False])
+        scratch = [each.shape for each in gpu.memory.allocations[made:]]
+    assert scratch.count((4 * q.numel(),)) == products
+
+
 def test_gradients_accumulated_at_indices_are_sorted_first() -> None:
     with fake_gpu("h100") as gpu, torch.no_grad():
         x, rows, values = floats(1000, 1000), longs(2305), floats(2305, 1000)
