@@ -45,7 +45,7 @@ def charge_modules(
 def charge_tensors(clock: Clock, layers: LayerRecorder | None, launches: float, several: object) -> None:
     """Charge the host for going over a list of tensors, so many launches each."""
     found = list(tensors(several))
-    deep = len(found) if layers is None else sum(layers.growth_of(layers.of(tensor)) for tensor in found)
+    deep = len(found) if layers is None else sum(map(layers.growth_of_tensor, found))
     _charge(clock, launches, len(found), deep)
 
 

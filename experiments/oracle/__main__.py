@@ -47,9 +47,9 @@ def main() -> None:
     if given.stage is None:
         each_stage(folder, given.only, given.chance or ())
         return
-    known = drawn(*given.chance) if given.chance else SINGLE
-    single = [one for one in known if not given.only or one.name in given.only]
-    several = [one for one in (() if given.chance else SEVERAL) if not given.only or one.name in given.only]
+    on_one, on_ranks = (drawn(*given.chance), ()) if given.chance else (SINGLE, SEVERAL)
+    single = [one for one in on_one if not given.only or one.name in given.only]
+    several = [one for one in on_ranks if not given.only or one.name in given.only]
     if given.stage == "prepare":
         for config in (*single, *(one.config for one in several)):
             try:

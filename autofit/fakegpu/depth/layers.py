@@ -289,7 +289,7 @@ class LayerRecorder:
         for tensor in first:
             if isinstance(tensor, torch.Tensor):
                 nbytes = tensor.numel() * tensor.element_size()
-                total, grown = total + nbytes, grown + nbytes * self._growth(tensor)
+                total, grown = total + nbytes, grown + nbytes * self.growth_of_tensor(tensor)
         return 1.0, grown / total if total else 1.0
 
     def at_full_depth(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -327,7 +327,8 @@ class LayerRecorder:
         """How many modules one is at full depth."""
         return self.growth_of(self._owner.get(module, 0))
 
-    def _growth(self, tensor: torch.Tensor) -> float:
+    def growth_of_tensor(self, tensor: torch.Tensor) -> float:
+        """How many tensors one is at full depth."""
         return self.growth_of(self.of(tensor))
 
 

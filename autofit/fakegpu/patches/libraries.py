@@ -306,7 +306,7 @@ def whole_models(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         found = original(model, devices, *args)
         deep: dict[float, dict[str, object]] = {}
         for name, device in devices.items():
-            growth = layers.growth_of(layers.of(model.get_parameter_or_buffer(name)))
+            growth = layers.growth_of_tensor(model.get_parameter_or_buffer(name))
             deep.setdefault(growth - 1, {})[name] = device
         for more, names in deep.items():
             for device, nbytes in original(model, names, *args).items() if more else ():
