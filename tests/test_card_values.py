@@ -130,10 +130,18 @@ ENDS = {
 def test_what_has_no_values_ends_the_program_with_its_name(null_gpu: NullGpu) -> None:
     """Each program is a fork of one that has imported torch, which takes longer."""
     null_gpu.has(h100s(1))
-    forks = f"for code in {list(ENDS.values())!r}:\n    if os.fork():\n        os.wait()\n        continue\n    exec(code)"
+    program = f"""
+import os, torch
+for code in {list(ENDS.values())!r}:
+    if os.fork():
+        os.wait()
+        continue
+    exec(code)
+    break
+"""
     done = subprocess.run(
-        [sys.executable, "-c", f"import os, torch\n{forks}\n    break"],
-        env={**os.environ, **null_gpu.env(values=True)}, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-c", program], env={**os.environ, **null_gpu.env(values=True)},
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     last_words = [line for line in done.stderr.splitlines() if line.startswith("NotImplementedError: ")]
     assert [any(told in words for words in last_words) for told in ENDS] == [True, True], done.stderr

@@ -118,7 +118,9 @@ def test_overlapped_communication_has_a_second_bucket() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stages", [pytest.param((1,), marks=pytest.mark.thorough), (2, 3)], ids=str  # 1 and 2 are one engine
+    "stages",
+    [pytest.param((1,), marks=pytest.mark.thorough), (2, 3)],
+    ids=str,  # 1 and 2 are one engine
 )
 def test_simulated_ranks_hold_the_bytes_of_real_ones(stages: tuple[int, ...], tmp_path: Path) -> None:
     """DeepSpeed on two gloo ranks of the CPU, against the same on the card less cuBLAS' workspaces."""

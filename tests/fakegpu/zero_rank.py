@@ -1,6 +1,6 @@
 """Two ranks that train with DeepSpeed: `zero_rank.py KIND FOLDER STAGE...` prints the bytes of each after each part.
 
-A KIND of "real" is ranks on the CPU (gloo), which meet in FOLDER, and "simulated" ranks of cards. Bytes are (live, peak)
+A KIND of "real" is ranks on the CPU (gloo), which meet in FOLDER, "simulated" is ranks of cards. Bytes are (live, peak)
 of a rank's tensors. The ranks of each STAGE are forks of a process that has the imports, which take longer than the
 training.
 """
