@@ -1,9 +1,15 @@
-"""One rank on the null GPU's NCCL: `python tests/collectives.py NAME FOLDER RANK RANKS`. A failure is its exit code."""
+"""Ranks on the null GPU's NCCL: `python tests/collectives.py NAME FOLDER RANKS STARTED`. A failure is its exit code.
 
+The STARTED first ranks are forks of a process that has imported torch, which takes longer than all that they do.
+"""
+
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -101,8 +107,25 @@ def is_alone(folder: Path) -> None:
     assert "a rank of the null NCCL did not come" in said
 
 
+def main(name: str, folder: str, ranks: str, started: str) -> None:
+    pids = [os.fork() or run_rank(name, Path(folder), rank, int(ranks)) for rank in range(int(started))]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    sys.exit(any(codes))
+
+
+def run_rank(name: str, folder: Path, rank: int, ranks: int) -> NoReturn:
+    """In a fork: this rank, to its end."""
+    code = 1
+    try:
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        {"moves": moves, "waits": waits, "is_alone": is_alone}[name](folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    name, folder, rank, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    {"moves": moves, "waits": waits, "is_alone": is_alone}[name](folder)
+    main(*sys.argv[1:])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import lawful
+from at_once import AtOnce
 from recipes import grpo_recipe
 
 from autofit.cluster import slurm
@@ -32,6 +33,13 @@ def on_slurm(folder: Path, **asked: object) -> ClusterLauncher:
     slurm.queue().every_s = 0.3
     executor = executor_of({"kind": "slurm", "probes_per_job": 4, "time": "10", "mem": "200M", **asked})
     return ClusterLauncher(executor, folder / "probes/law/jobs", function=lawful.run, idle_s=3)
+
+
+def made(folder: Path, trials: int) -> None:
+    """A whole search in this process, whose probes are no jobs, as of each a job takes a second."""
+    with driving(folder, "law"):
+        wanted = plan(folder, trials)
+        Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(lawful.at_once)).run()
 
 
 def main(folder: Path, trials: int, at_once: int) -> None:

@@ -64,8 +64,8 @@ EVALUATED: dict[str, object] = {"eval_strategy": "steps", "eval_steps": 2, "per_
 SEARCHED = ("per_device_train_batch_size", "steps_per_generation", "per_device_eval_batch_size")
 RANDOM_STATE_BYTES = 5056  # of the CPU, which accelerate reads before it evaluates: host memory on a GPU run
 DEFAULT = ("sft, LoRA, checkpointing", "reward", "grpo", "hf, LoRA in bfloat16")
-# of which another case has the objective, and one the trainer's loop
-THOROUGH = ("sft", "hf", "hf dpo", "dpo, LoRA", "rloo")
+# of which another case has the objective, and one the trainer's loop; groups of an evaluation are counted below
+THOROUGH = ("sft", "hf", "hf dpo", "dpo, LoRA", "rloo", "grpo, fewer completions")
 
 
 class Evaluates(Report):
@@ -156,7 +156,7 @@ def test_the_peak_of_an_evaluation_is_the_real_allocators(name: str, small_model
     assert real == fake + RANDOM_STATE_BYTES
 
 
-@pytest.mark.parametrize("trainer", ["sft", pytest.param("dpo", marks=pytest.mark.thorough), "hf"])
+@pytest.mark.parametrize("trainer", ["sft", *(pytest.param(t, marks=pytest.mark.thorough) for t in ("dpo", "hf"))])
 def test_a_probe_evaluates_as_the_run_does(trainer: str, small_model: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     values = recipe_of(trainer, tmp_path, small_model, **EVALUATED, **LORA, bf16=True, dtype="bfloat16")

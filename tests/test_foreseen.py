@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lawful
 import pytest
+from at_once import AtOnce
 from search_driver import plan
 from test_front_plot import law, legend
 from test_frontier import GB, trial
@@ -16,7 +17,6 @@ from autofit.api.results import read_result
 from autofit.cluster.executor import LOCAL
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
-from autofit.probing.launch import Launcher
 from autofit.probing.result import Cause, Fidelity, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.promotion.joining import as_a_trial
 from autofit.promotion.promotion import choose
@@ -40,7 +40,7 @@ def simulated(request_path: str) -> None:
 def searched(folder: Path, probe: object, *, trials: int | None = None) -> Plan:
     wanted = replace(plan(folder, trials), min_gain_frac=0.5)  # the winner is found after few trials
     wanted = replace(wanted, predictions=law(wanted))
-    Search(wanted, open_study(wanted), server_socket=None, launcher=Launcher(probe)).run()  # type: ignore[arg-type]
+    Search(wanted, open_study(wanted), server_socket=None, launcher=AtOnce(probe)).run()  # type: ignore[arg-type]
     return wanted
 
 
@@ -90,7 +90,7 @@ def test_a_trial_is_named_by_its_number_or_as_the_best_or_the_leanest() -> None:
 
 def joined(folder: Path, asked: str, probe: object, said: list[str]) -> str:
     study = load_study(folder, "law")
-    launcher = Launcher(probe)  # type: ignore[arg-type]
+    launcher = AtOnce(probe)  # type: ignore[arg-type]
     return as_a_trial(asked, study, folder, executor=LOCAL, say=said.append, launcher=launcher)
 
 
@@ -124,7 +124,7 @@ def test_the_leanest_is_probed_where_only_a_prediction_says_that_it_is(tmp_path:
 def killed_once(request_path: str) -> None:
     """The first attempt of a probe is lost, and so is the second: nothing is told."""
     request = ProbeRequest.read(Path(request_path))
-    found = ProbeResult(status=ProbeStatus.LOST, device=request.device, reason="killed", cause=Cause.KILLED)
+    found = ProbeResult(status=ProbeStatus.LOST, device=request.device, reason="killed", cause=Cause.KILLED, wall_s=0.1)
     write_json(request.answer_path, found.to_json())
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import command_line
 import psutil
 import pytest
-from search_driver import main as drive
+from search_driver import made
 
 
 @pytest.mark.slow
 def test_ui_says_that_its_server_has_ended_by_itself(tmp_path: Path) -> None:
-    drive(tmp_path, 1, 0)
+    made(tmp_path, 1)
     printed, said = tmp_path / "printed", tmp_path / "said"
     with printed.open("w") as out, said.open("w") as err:
         ui = command_line.start(tmp_path, "ui", "--dir", str(tmp_path), stdout=out, stderr=err)

@@ -41,7 +41,7 @@ def test_a_relative_folder_is_made_whole_once_so_that_a_job_in_another_folder_fi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    search_driver.main(tmp_path / "project" / "studies", 2, 0)
+    search_driver.made(tmp_path / "project" / "studies", 2)
     seen: list[Promotion] = []
 
     def launched(promotion: Promotion, *, study_folder: Path, **_: object) -> str:
@@ -62,7 +62,7 @@ class _Proof:
 
 
 def test_all_that_takes_a_folder_takes_a_relative_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search_driver.main(tmp_path / "project" / "studies", 2, 0)
+    search_driver.made(tmp_path / "project" / "studies", 2)
     monkeypatch.chdir(tmp_path / "project")
     assert api.report(folder="studies").winner is not None
     assert api.studies("studies").folder == tmp_path / "project" / "studies"

@@ -17,6 +17,8 @@ from engine_stand_in import BESIDE_ENGINE, HELD_BYTES, engine_env, engines_in
 from null_gpu.build import NullGpu, h100s
 from test_rank_probes import Killer, no_process_names
 
+from autofit.cli import main
+from autofit.probing import kept_server
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
@@ -88,15 +90,9 @@ def ranks_end(
     """Run `operation` of collectives.py on its ranks, less the `missing` last ones, to their ends."""
     null_gpu.has(h100s(ranks))
     env = {**os.environ, **null_gpu.env(values=values), **({"NULL_NCCL_WAIT_S": "2"} if missing else {})}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "collectives.py"), operation, str(folder), str(rank), str(ranks)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks - missing)
-    ]  # fmt: skip
-    told = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), told
+    command = [sys.executable, str(ROOT / "tests" / "collectives.py"), operation, str(folder), str(ranks)]
+    done = subprocess.run([*command, str(ranks - missing)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def printed(null_gpu: NullGpu, code: str) -> tuple[int, str]:
@@ -283,26 +279,42 @@ SHORT = ("--trials", "1", "--no-confirm", "--no-advice", "--space", "one_knob.ya
 ONE_KNOB = "trainer: sft\nknobs: {per_device_train_batch_size: {tier: neutral, values: solved, memory: ascending}}\n"
 
 
-@pytest.mark.parametrize("how", [SHORT, pytest.param(("--trials", "3"), marks=pytest.mark.thorough)])
+def search_and_promotion(folder: Path, model: Path, *how: str) -> Iterator[list[str]]:
+    """The words of two commands, the first of which searches in `folder` for a recipe that is written there."""
+    recipe = tiny.write_offline_recipe("sft", folder, model)
+    (folder / "one_knob.yaml").write_text(ONE_KNOB)
+    yield ["search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB", *how,
+           "--dir", str(folder / "study"), "--json"]  # fmt: skip
+    yield ["promote", "best", "--dir", str(folder / "study")]
+
+
 def test_search_and_promote_run_on_one_card(
-    null_gpu: NullGpu, tmp_path: Path, tiny_model: Path, how: tuple[str, ...]
+    null_gpu: NullGpu, cards: Callable[..., None], server: ForkServer, tmp_path: Path, tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The server of this file answers the commands' calls: each would import for itself. The full run is a process."""
+    cards(1)
+    monkeypatch.chdir(tmp_path)
+    for name, value in null_gpu.env().items():
+        monkeypatch.setenv(name, value)
+    assert server.is_ready()
+    monkeypatch.setattr(kept_server, "_here", server.socket_path)
+    for command in search_and_promotion(tmp_path, tiny_model, *SHORT):
+        assert main(command) == 0
+    assert list((tmp_path / "study").rglob("final.json"))
+
+
+@pytest.mark.thorough  # CI has the same two within this process, above
+def test_search_and_promote_run_on_one_card_as_processes_of_their_own(
+    null_gpu: NullGpu, tmp_path: Path, tiny_model: Path
 ) -> None:
     null_gpu.has(h100s(1))
-    recipe = tiny.write_offline_recipe("sft", tmp_path, tiny_model)
-    (tmp_path / "one_knob.yaml").write_text(ONE_KNOB)
-
-    def autofit(*command: str) -> str:
+    for command in search_and_promotion(tmp_path, tiny_model, "--trials", "3"):
         done = subprocess.run(
             [sys.executable, "-m", "autofit", *command], cwd=tmp_path, env={**os.environ, **null_gpu.env()},
             capture_output=True, text=True, timeout=280,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    told = autofit("search", str(recipe), "--trainer", "sft", "--device", "cuda", "--target-vram", "40GB",
-                   *how, "--dir", str(tmp_path / "study"), "--json")  # fmt: skip
-    assert json.loads(told)
-    autofit("promote", "best", "--dir", str(tmp_path / "study"))
 
 
 @pytest.mark.thorough  # 40 s; CI has the campaign on answers made up for it (test_campaign_run.py)

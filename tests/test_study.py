@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy.exc
 from matrix import one_at_a_time
 from optuna.storages import RDBStorage
-from search_driver import main as drive
+from search_driver import made
 
 from autofit.api import planning, searching
 from autofit.api.reading import drop
@@ -79,7 +79,7 @@ def test_what_is_no_fault_of_the_database_is_raised_as_it_is(tmp_path: Path) -> 
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The database of a study of two trials."""
     folder = tmp_path_factory.mktemp("whole")
-    drive(folder, 2, 0)
+    made(folder, 2)
     return folder / "studies.db"
 
 
@@ -107,7 +107,7 @@ def test_damage_to_what_the_database_holds_is_one_clear_error(
     database.close()
     if command == "search":
         with pytest.raises(EnvironmentFault) as raised:
-            drive(tmp_path, 3, 0)
+            made(tmp_path, 3)
         said = str(raised.value)
     else:
         assert main([command, "--dir", str(tmp_path)]) == 2
@@ -121,7 +121,7 @@ def test_damage_to_the_names_of_its_tables_is_one_clear_error(tmp_path: Path, wh
         whole.read_bytes().replace(b"CREATE TABLE studies", b"CREATE TABLE\xffstudies")
     )
     with pytest.raises(EnvironmentFault, match="move the file away"):
-        drive(tmp_path, 2, 0)
+        made(tmp_path, 2)
 
 
 @pytest.mark.parametrize("name", ["a?b", "a{b", "a}b", "{0}", "a%20b"])

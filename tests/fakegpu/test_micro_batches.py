@@ -65,7 +65,7 @@ class Trained:
             "disable_tqdm": True, "gradient_checkpointing": False,
         }  # fmt: skip
         return trainer(
-            model=build_model(Case(kind="grpo")),
+            model=build_model(Case(kind="grpo"), num_hidden_layers=1),
             reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
             args=GRPOConfig(output_dir=str(folder), **(common | settings)),
             train_dataset=Dataset.from_dict({"prompt": ["t1 t2 t3"] * 8}),

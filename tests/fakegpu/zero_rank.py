@@ -1,7 +1,8 @@
-"""Two ranks that train with DeepSpeed: `zero_rank.py STAGE PORT` prints the bytes of each after each part.
+"""Two ranks that train with DeepSpeed: `zero_rank.py KIND FOLDER STAGE...` prints the bytes of each after each part.
 
-With a PORT they are real ranks on the CPU (gloo), else simulated ones. Bytes are (live, peak) of a rank's tensors. Both
-are forks of a process that has the imports, which take longer than the training.
+A KIND of "real" is ranks on the CPU (gloo), which meet in FOLDER, "simulated" is ranks of cards. Bytes are (live, peak)
+of a rank's tensors. The ranks of each STAGE are forks of a process that has the imports, which take longer than the
+training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 RANKS, WIDTH, LAYERS = 2, 512, 5
+LATER = ("torch._dynamo", "deepspeed.compile.backend", "deepspeed.runtime.zero.muon.muon_optimizer", "autofit.fakegpu")
 Read = Callable[[], tuple[int, int]]
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -54,7 +57,7 @@ def on_copies(collective: Callable[..., Any]) -> Callable[..., Done]:
 
 
 @contextmanager
-def real(rank: int, port: str) -> Iterator[tuple[str, Read, Callable[[], None]]]:
+def real(rank: int, meeting: Path) -> Iterator[tuple[str, Read, Callable[[], None]]]:
     from autofit.probing.memory import _StorageTracker
 
     torch.set_num_threads(1)
@@ -63,7 +66,7 @@ def real(rank: int, port: str) -> Iterator[tuple[str, Read, Callable[[], None]]]
     backend.build_shm_op = lambda: None
     for name in COLLECTIVES:
         setattr(dist, name, on_copies(getattr(dist, name)))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     with _StorageTracker("cpu", None) as tracker:
 
         def reset() -> None:
@@ -118,23 +121,26 @@ def train(stage: int, device: str, read: Read, reset: Callable[[], None]) -> lis
     return found
 
 
-def main(stage: str, port: str = "") -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu" if port else "cuda"
-    importlib.import_module("deepspeed")
-    ranks = {rank: os.fork() or run_rank(int(stage), rank, port) for rank in range(RANKS)}
-    codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in ranks.items()}
-    sys.exit(any(codes.values()))
+def main(kind: str, folder: str, *stages: str) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu" if kind == "real" else "cuda"
+    for name in ("deepspeed", *LATER):  # what a rank imports besides, for 5 s
+        importlib.import_module(name)
+    codes = []
+    for stage in stages:
+        pids = [os.fork() or run_rank(int(stage), rank, kind, Path(folder)) for rank in range(RANKS)]
+        codes += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    sys.exit(any(codes))
 
 
-def run_rank(stage: int, rank: int, port: str) -> NoReturn:
+def run_rank(stage: int, rank: int, kind: str, folder: Path) -> NoReturn:
     """In a fork: train as this rank, tell its bytes and end."""
     code = 1
     try:
-        local = str(rank) if port else "0"  # a card of its own
+        local = str(rank) if kind == "real" else "0"  # a card of its own
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": local, "WORLD_SIZE": str(RANKS)}
-        with real(rank, port) if port else simulated(rank) as (device, read, reset):
+        with real(rank, folder / f"stage-{stage}") if kind == "real" else simulated(rank) as (device, read, reset):
             found = train(stage, device, read, reset)
-        os.write(1, f"BYTES {json.dumps([rank, found])}\n".encode())  # whole: the other rank writes there too
+        os.write(1, f"BYTES {json.dumps([stage, rank, found])}\n".encode())  # whole: the other rank writes there too
         code = 0
     except BaseException:
         traceback.print_exc()
