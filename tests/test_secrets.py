@@ -122,9 +122,7 @@ def test_no_file_of_a_search_and_its_full_run_holds_a_secret_but_the_tuned_yaml(
     values = yaml.safe_load(tiny_recipe.read_text())
     values |= {"hub_token": TOKEN, "env": {**values.get("env", {}), "WANDB_API_KEY": KEY, "GH": PASSWORD}}
     folder = Path("studies").absolute()
-    found = autofit.search(
-        values, name="tiny", device="cpu", target_vram="3GB", trials=1, folder=folder, confirm=False, advice=False
-    )
+    found = autofit.search(values, name="tiny", device="cpu", target_vram="3GB", trials=1, folder=folder)
     assert found.winner is not None
     done = autofit.promote("best", folder=folder)
     assert done.status == "done"
