@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.layers import DATA, Tag
@@ -33,7 +33,9 @@ def test_each_rank_of_one_process_makes_tensors_of_its_own_share() -> None:
     for rank in (0, 2):
         with fake_ranks(3, rank):
             whole = distribute_tensor(torch.zeros(64, 4), init_device_mesh("cpu", (3,)), [Shard(0)])
-            rows.append([len(whole.to_local()), len(whole.new_zeros(64, 4).to_local())])
+            made = whole.new_zeros(64, 4)
+            assert isinstance(made, DTensor)
+            rows.append([len(whole.to_local()), len(made.to_local())])
     assert rows == [[22, 22], [20, 20]]
 
 
