@@ -53,6 +53,8 @@ ENGINE: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"}
 TWICE: dict[str, Any] = {"gradient_checkpointing": True, "ddp_find_unused_parameters": True,
          "gradient_checkpointing_kwargs": {"use_reentrant": True}}  # fmt: skip
 
+LOOKS: dict[str, Any] = {"use_peft": True, "ddp_find_unused_parameters": None}
+
 
 def zero(**keys: object) -> dict[str, object]:
     return {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": {"zero_stage": 3, **keys}}
@@ -154,6 +156,10 @@ CASES = [
     ("gradient_checkpointing", "note", asked(FSDP2, gradient_checkpointing=True), asked(gradient_checkpointing=True)),
     ("ddp_find_unused_parameters", "error", asked(**TWICE),
      asked(**{**TWICE, "gradient_checkpointing_kwargs": {"use_reentrant": False}})),
+    ("ddp_find_unused_parameters", "error", asked(**{**TWICE, **LOOKS}),
+     asked(**{**TWICE, **LOOKS, "ddp_find_unused_parameters": False})),
+    ("ddp_find_unused_parameters", "error", asked(**{**TWICE, **LOOKS}),
+     asked(**{**TWICE, **LOOKS, "use_peft": False})),
     ("save_only_model", "error", asked(FSDP2, save_only_model=True, load_best_model_at_end=True),
      asked(save_only_model=True, load_best_model_at_end=True)),
     ("auto_find_batch_size", "error", asked(ZERO3, auto_find_batch_size=True), asked(auto_find_batch_size=True)),

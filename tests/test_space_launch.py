@@ -186,6 +186,12 @@ def test_rmsprop_of_bitsandbytes_clashes_with_bfloat16_gradients(optim: str, *, 
     assert [clash.key for clash in clashes(recipe)] == ["optim"] * fails
 
 
+@pytest.mark.parametrize(("sharding", "fails"), [("fsdp2", True), ("fsdp1", False), ("ddp", False)])
+def test_weights_in_8_bits_clash_with_fsdp2(sharding: Sharding, *, fails: bool) -> None:
+    recipe = recipe_on(Launch(ranks=2, sharding=sharding), use_peft=True, load_in_8bit=True)
+    assert [clash.key for clash in clashes(recipe)] == ["load_in_8bit"] * fails
+
+
 @pytest.mark.parametrize(("changes", "fails"), [
     ({"load_in_4bit": True}, True), ({"load_in_8bit": True}, True), ({}, False),
     ({"load_in_4bit": True, "fp16": False, "bf16": True}, False),

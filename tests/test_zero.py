@@ -87,6 +87,18 @@ class TestWithDeepSpeed:
         else:  # float32 weights, moments and gradients; with the parameters in bfloat16 beside them
             assert 12 * share < kept < 24 * share
 
+    @pytest.mark.slow
+    def test_micro_batches_that_are_left_out_cost_what_those_before_did(
+        self, tmp_path: Path, fork_server: ForkServer
+    ) -> None:
+        launch = Launch(ranks=RANKS, sharding="zero2")
+        three, five, seven = (
+            probe(tmp_path / str(each), fork_server, launch, gradient_accumulation_steps=each) for each in (3, 5, 7)
+        )  # three of the last one's are left out
+        assert seven.step_s[0] - five.step_s[0] == pytest.approx(five.step_s[0] - three.step_s[0], rel=1e-6)
+        held = [one.peak_allocated_bytes or 0 for one in (three, five, seven)]  # with the samples of a whole step
+        assert held[2] - held[1] == held[1] - held[0] > 0
+
     @pytest.mark.thorough  # CI has GRPO with LoRA under ZeRO-3 below, with vLLM
     @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
     def test_grpo_with_lora(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ def fake_ranks(world_size: int, rank: int = 0, *, servers: int = 0) -> Iterator[
     import torch.distributed as distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _forget_earlier_ranks()
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     before = server_cards.set(max(1, servers))
     try:
@@ -31,6 +33,17 @@ def fake_ranks(world_size: int, rank: int = 0, *, servers: int = 0) -> Iterator[
         server_cards.reset(before)
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _forget_earlier_ranks() -> None:
+    """Clear torch's caches of local shapes, which a rank with a larger share of a tensor has filled in this process."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 # What NCCL holds on each card of a job outside torch's allocator, for each group of ranks. Needs no torch.

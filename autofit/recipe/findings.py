@@ -342,6 +342,13 @@ CLASHES = (
              "sharding strategy registered` in the first optimizer step",
         fix="set optim: adamw_torch_fused, or adamw_torch_8bit (torchao); or take multi_gpu",
     ),
+    Clash(  # seen with bitsandbytes 0.50 and the CUDA build of torch 2.13
+        settings={SHARDING: ("fsdp2",), "load_in_8bit": (True,)},
+        key="load_in_8bit",
+        what="FSDP2 cannot shard weights in 8 bits: it ends with `Creating a Parameter from an instance of type "
+             "Int8Params` while it wraps the model",
+        fix="take load_in_4bit with bnb_4bit_quant_storage: bfloat16 in its place, or multi_gpu",
+    ),
     Clash(  # bitsandbytes 0.50: backends/cuda/ops.py, str2optimizer32bit; seen with the CUDA build of torch 2.13
         settings={"optim": _RMSPROP, "dtype": ("bfloat16",), "use_peft": (False,)},
         key="optim",

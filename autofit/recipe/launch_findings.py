@@ -197,14 +197,13 @@ def _checkpointing(asked: StatedLaunch) -> Iterator[Finding]:
             fix=f"set {key}: false, and true for {asked.in_config('fsdp_config.fsdp_activation_checkpointing')}",
         )  # fmt: skip
     kwargs = next((v for k in _CHECKPOINTING_KWARGS if isinstance(v := asked.value(k), Mapping)), {})
-    if (
-        launch.sharding == "ddp"
-        and is_on(asked.value("ddp_find_unused_parameters"))
-        and is_on(kwargs.get("use_reentrant"))
-    ):
+    given = asked.value("ddp_find_unused_parameters")
+    looks = asked.recipe.uses_lora if given is None else is_on(given)  # transformers/trainer.py, line 756
+    if launch.sharding == "ddp" and launch.ranks > 1 and looks and is_on(kwargs.get("use_reentrant")):
+        told = "true" if given is not None else "true, as transformers sets it under PEFT,"
         yield Finding(  # torch's DDP: "Expected to mark a variable ready only once", run on two gloo ranks
             severity=Severity.ERROR, where=asked.in_recipe("ddp_find_unused_parameters"),
-            what="true with reentrant checkpointing ends in the first backward pass: a parameter is ready twice",
+            what=f"{told} with reentrant checkpointing ends in the first backward pass: a parameter is ready twice",
             fix="set ddp_find_unused_parameters: false, or use_reentrant: false in the checkpointing kwargs",
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import slot_names
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.launch import LAUNCH, Launch, Offload, Sharding
 from gpu.allowance import Allowance
 from gpu.children import answered_by_ranks, scratch
 from gpu.configs import TWO_RANKS, Config
@@ -24,10 +24,17 @@ class Ranks:
     config: Config
     ranks: int
     sharding: Sharding
+    reshard_after_forward: bool = True
+    offload: Offload = "none"
 
     @property
     def name(self) -> str:
         return f"{self.config.name}-{self.sharding}"
+
+    @property
+    def launch(self) -> Launch:
+        return Launch(ranks=self.ranks, sharding=self.sharding, reshard_after_forward=self.reshard_after_forward,
+                      offload=self.offload)  # fmt: skip
 
 
 _SHARDINGS: tuple[Sharding, ...] = ("ddp", "fsdp2")
@@ -56,7 +63,7 @@ def _probed(
 ) -> Row:
     limit_bytes = gpu_spec(card).capacity_bytes
     request = folder.request(one.config, place, device, limit_bytes=limit_bytes, deadline_s=deadline_s)
-    values = {**request.values, LAUNCH: Launch(ranks=one.ranks, sharding=one.sharding).to_values()}
+    values = {**request.values, LAUNCH: one.launch.to_values()}
     request = replace(request, values=values, server_socket=fork_server.socket_path)
     if device == "cuda":
         return answered_by_ranks(fork_server, PROBE, request, one.ranks)

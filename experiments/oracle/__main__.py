@@ -25,7 +25,7 @@ from gpu.ranks import of_ranks  # noqa: E402
 from null_gpu.build import CannotBuild, NullGpu, build, h100s  # noqa: E402
 
 from autofit.errors import ConfigError  # noqa: E402
-from oracle.chance import drawn  # noqa: E402
+from oracle.chance import drawn, drawn_on_ranks  # noqa: E402
 from oracle.configs import SEVERAL, SINGLE  # noqa: E402
 from oracle.table import table  # noqa: E402
 
@@ -40,14 +40,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of configurations")
     parser.add_argument("--chance", nargs=2, type=int, metavar=("SEED", "COUNT"),
                         help="instead of those of configs.py: COUNT drawn by chance")  # fmt: skip
+    parser.add_argument("--on-ranks", action="store_true", help="with --chance: drawn on 2 to 4 ranks, with a sharding")
     parser.add_argument("--stage", choices=_STAGES, help="that alone (default: one after the other)")
     given = parser.parse_args()
     folder, out = Folder(home=given.folder), given.folder / "results"
     allowance = Allowance.of(_LONG_S, 300)
     if given.stage is None:
-        each_stage(folder, given.only, given.chance or ())
+        each_stage(folder, given.only, given.chance or (), given.on_ranks)
         return
-    on_one, on_ranks = (drawn(*given.chance), ()) if given.chance else (SINGLE, SEVERAL)
+    on_one, on_ranks = SINGLE, SEVERAL
+    if given.chance:
+        on_one, on_ranks = ((), drawn_on_ranks(*given.chance)) if given.on_ranks else (drawn(*given.chance), ())
     single = [one for one in on_one if not given.only or one.name in given.only]
     several = [one for one in on_ranks if not given.only or one.name in given.only]
     if given.stage == "prepare":
@@ -69,14 +72,14 @@ def main() -> None:
     else:
         names = [one.name for one in single] + [one.name for one in several]
         why = {one.name: f"{one.trainer}: {one.why}" for one in single} | {
-            one.name: f"{one.config.trainer}: {one.ranks} ranks, {one.sharding}" for one in several
+            one.name: f"{one.config.trainer}: {one.launch.words}: {one.config.why}" for one in several
         }
         text = table(predictions(out, CARD), out / RESULTS, names, why, facts("cpu"), str(datetime.now(UTC).date()))
         (out / "table.md").write_text(text)
         print(text, end="")
 
 
-def each_stage(folder: Folder, only: Sequence[str], chance: Sequence[int]) -> None:
+def each_stage(folder: Folder, only: Sequence[str], chance: Sequence[int], on_ranks: bool) -> None:
     """Each in a process of its own: the measurement with one card of the null GPU, that of ranks with two."""
     try:
         gpu = NullGpu(libraries=build(folder.home / "null_gpu"), home=folder.home.resolve())
@@ -86,6 +89,7 @@ def each_stage(folder: Folder, only: Sequence[str], chance: Sequence[int]) -> No
     for stage in _STAGES:
         command = [sys.executable, "-m", "oracle", str(folder.home), "--stage", stage, "--only", *only]
         command += ["--chance", *map(str, chance)] if chance else []
+        command += ["--on-ranks"] if on_ranks else []
         more = {"AUTOFIT_CACHE": str(gpu.home / "cache"), "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}  # no cuDNN there
         if stage in ("measure", "ranks"):
             gpu.has(h100s(4 if stage == "ranks" else 1))

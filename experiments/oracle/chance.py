@@ -5,6 +5,9 @@ from random import Random
 from typing import Any
 
 from gpu.configs import Config, generating, samples
+from gpu.ranks import Ranks
+
+from autofit.recipe.launch import Offload, Sharding
 
 _MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "meta-llama/Llama-3.2-1B", "google/gemma-3-1b-pt",
            "small-moe", "facebook/opt-350m", "EleutherAI/pythia-410m", "microsoft/phi-1_5")  # fmt: skip
@@ -48,6 +51,12 @@ _OF_TRAINER: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ),
     "rloo": ({}, {"beta": 0.04}, {"normalize_advantages": True}),
 }  # fmt: skip
+_SHARED: tuple[tuple[Sharding, bool, Offload], ...] = (  # ..., whether parameters are freed after the forward, offload
+    ("ddp", True, "none"), ("ddp", True, "none"), ("fsdp1", True, "none"), ("fsdp1", False, "none"),
+    ("fsdp2", True, "none"), ("fsdp2", True, "none"), ("fsdp2", False, "none"), ("fsdp2", True, "parameters"),
+    ("zero1", True, "none"), ("zero2", True, "none"), ("zero2", True, "optimizer"), ("zero3", True, "none"),
+    ("zero3", True, "parameters"),
+)  # fmt: skip
 _TRAINERS = ("sft", "sft", "hf", "hf", "dpo", "reward", "grpo", "grpo", "rloo")
 
 
@@ -55,6 +64,18 @@ def drawn(seed: int, count: int) -> tuple[Config, ...]:
     """Named SEED-0, SEED-1, ...; the first of them are the same for each `count`."""
     random = Random(seed)
     return tuple(_config(f"chance-{seed}-{number}", random) for number in range(count))
+
+
+def drawn_on_ranks(seed: int, count: int) -> tuple[Ranks, ...]:
+    """As `drawn`, each on two to four ranks."""
+    random = Random(seed)
+    return tuple(_on_ranks(f"ranks-{seed}-{number}", random) for number in range(count))
+
+
+def _on_ranks(name: str, random: Random) -> Ranks:
+    ranks, (sharding, reshards, offload) = random.choice((2, 2, 2, 3, 4)), random.choice(_SHARED)
+    config = _config(name, random)
+    return Ranks(config=config, ranks=ranks, sharding=sharding, reshard_after_forward=reshards, offload=offload)
 
 
 def _config(name: str, random: Random) -> Config:

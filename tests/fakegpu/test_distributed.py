@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.layers import DATA, Tag
@@ -24,6 +26,17 @@ WORKSPACES_MIB = 2 * 8320 / 1024
 def eight_ranks() -> Iterator[None]:
     with fake_ranks(8):
         yield
+
+
+def test_each_rank_of_one_process_makes_tensors_of_its_own_share() -> None:
+    rows = []
+    for rank in (0, 2):
+        with fake_ranks(3, rank):
+            whole = distribute_tensor(torch.zeros(64, 4), init_device_mesh("cpu", (3,)), [Shard(0)])
+            made = whole.new_zeros(64, 4)
+            assert isinstance(made, DTensor)
+            rows.append([len(whole.to_local()), len(made.to_local())])
+    assert rows == [[22, 22], [20, 20]]
 
 
 @pytest.mark.usefixtures("eight_ranks")
