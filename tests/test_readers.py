@@ -97,7 +97,9 @@ def test_a_file_that_evaluates_is_a_recipe_that_does(tmp_path: Path) -> None:
     llama = of_yaml(tmp_path, {**LLAMA, **on})
     assert evaluated(llama) == 8  # transformers' default
     assert llama.defaults["per_device_eval_batch_size"] == 8
-    assert evaluated(of_yaml(tmp_path, {**LLAMA, "do_eval": True, "per_device_eval_batch_size": 2})) == 2
+    assert (
+        evaluated(of_yaml(tmp_path, {**LLAMA, "do_eval": True, "val_size": 0.1, "per_device_eval_batch_size": 2})) == 2
+    )
     for silent in ({}, {**on, "eval_strategy": "no"}):
         assert evaluated(of_yaml(tmp_path, {**LLAMA, **silent})) is None
     axolotl = {**AXO, "val_set_size": 0.1}
@@ -360,6 +362,53 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
     assert any(note.startswith("LISA trains 2 changing layers") for note in found.notes)
     pro = of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze", "freeze_trainable_layers": 8, "use_llama_pro": True})
     assert (pro.values["trainable_layers"], pro.values["spread_layers"]) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "read_as"),
+    [
+        ({"resize_vocab": True}, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),  # whole matrices are trained
+        ({"resize_vocab": True, "additional_target": "lm_head"}, {"lora_modules_to_save": ["lm_head"]}),
+        ({"stage": "dpo", "packing": True, "cutoff_len": 1025}, {"max_length": 1024}),
+        ({"stage": "kto", "pref_loss": "orpo"}, {"nll_weight": None, "objective": "kto"}),
+        ({"lora_alpha": 0, "lora_rank": 4}, {"lora_alpha": 8}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+         {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True},
+         {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ],
+)  # fmt: skip
+def test_what_meets_by_chance_in_a_file_is_read_as_llama_factory_does(
+    changed: dict[str, object], read_as: dict[str, object], tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, {**LLAMA, **changed})
+    assert {key: found.values.get(key) for key in read_as} == read_as
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"fp16": True}, "bf16 and fp16"), ({"stage": "dpo", "neat_packing": True}, "needs stage sft"),
+        ({"finetuning_type": "full", "use_dora": True}, "needs finetuning_type lora"),
+        ({"eval_strategy": "steps"}, "evaluation needs eval_dataset"), ({"eval_strategy": False}, 'write "no"'),
+        ({"eval_dataset": "a", "val_size": 0.1}, "cannot both"), ({"streaming": True}, "needs max_steps"),
+        ({"pure_bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}}}, "ZeRO-3"),
+        ({"quantization_bit": 8, "deepspeed": {"zero_optimization": {"stage": 3}}}, "quantization_bit 4"),
+        ({"finetuning_type": "full", "use_galore": True, "deepspeed": {"zero_optimization": {"stage": 2}}}, "GaLore"),
+        ({"fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}}}, "fsdp and deepspeed"),
+        ({"stage": "kto", "pissa_init": True}, "pissa_init"), ({"lora_dropout": 2}, "0 to 1"),
+        ({"quantization_device_map": "auto"}, "cannot train"), ({"ref_model_quantization_bit": 3}, "4 or 8"),
+        ({"save_strategy": "never"}, "must be one of"),
+        ({"stage": "rm", "load_best_model_at_end": True}, "stage rm"),
+        ({"stage": "dpo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1}, "pref_loss sigmoid"),
+    ],
+)  # fmt: skip
+def test_what_ends_llama_factory_before_it_loads_the_model_is_told_before(
+    changed: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, **changed}))
+    assert message in "; ".join(explain(path).wrong)
 
 
 def test_llama_factory_stores_4_bits_in_the_compute_dtype_and_quantises_twice(tmp_path: Path) -> None:

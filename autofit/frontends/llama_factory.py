@@ -29,6 +29,8 @@ _OPTIMIZERS = {
     "use_adam_mini": "Adam-mini, whose second state is one value a block, is simulated as AdamW",
     "use_muon": "Muon, with one state of each matrix, is simulated as AdamW with two",
 }
+_STRATEGIES = ("no", "steps", "epoch", "best")  # transformers' words; best is of save_strategy
+_BY_PARTS = ("use_galore", "use_apollo", "use_badam")
 _SEEING = (
     "image_max_pixels", "image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
     "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir",
@@ -66,6 +68,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     draft.put("per_device_train_batch_size", draft.whole("per_device_train_batch_size", 8))
     draft.put("gradient_accumulation_steps", draft.whole("gradient_accumulation_steps", 1))
     launch = launch_of(draft, folder)
+    _check_rules(draft, stage, launch, ranks or 1)
     _method(draft, launch)
     if not launch:  # hparams/parser.py: LoRA under DDP looks for no parameter without a gradient
         lora = draft.given.get("finetuning_type", "lora") == "lora"
@@ -92,7 +95,10 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     draft.ignore(("pref_loss", "pref_beta", "simpo_gamma", "use_asft_loss", "upcast_lmhead_output"))
     own = keys_of(LLAMA_FACTORY.name)
     draft.name(own.noted)
+    checkpoints = draft.values["gradient_checkpointing_kwargs"]
     take(draft)
+    if not draft.says("gradient_checkpointing"):  # transformers' key is read only where its own switch is on
+        draft.put("gradient_checkpointing_kwargs", checkpoints, "use_reentrant_gc")
     _evaluation(draft)
     _optimizer(draft)
     workers = draft.whole("ray_num_workers", least=1)
@@ -140,6 +146,60 @@ def _check_training(draft: Draft) -> str:
             raise ConfigError(f"{key}: training on images, video or sound is not read, only on text")
     draft.refuse(keys_of(LLAMA_FACTORY.name).refused)
     return stage
+
+
+def _check_rules(draft: Draft, stage: str, launch: Mapping[str, object], ranks: int) -> None:
+    """Tell what the tool ends with before it loads the model: hparams/parser.py and __post_init__ of its arguments."""
+    method, loss = draft.given.get("finetuning_type", "lora"), draft.given.get("pref_loss", "sigmoid")
+    on = draft.says
+    config = launch.get("deepspeed_config")
+    zero3 = isinstance(config, Mapping) and config.get("zero_stage") == 3
+    quantised, parts = on("quantization_bit"), [key for key in _BY_PARTS if on(key)]
+    held_out = draft.number("val_size") or 0.0
+    only_lora = [key for key in ("use_rslora", "use_dora", "pissa_init", "loraplus_lr_ratio", "adapter_name_or_path")
+                 if on(key)] if method != "lora" else []  # fmt: skip
+    only_sft = [key for key in ("neat_packing", "train_on_prompt", "mask_history") if on(key)] if stage != "sft" else []
+    evaluates = asks_for_evaluation(draft) or on("do_eval")
+    rules = (
+        (on("bf16") and on("fp16"), "bf16 and fp16 cannot both be true"),
+        (only_lora, f"{', '.join(only_lora)} needs finetuning_type lora; got {method}"),
+        (only_sft, f"{', '.join(only_sft)} needs stage sft; got {stage}"),
+        (on("train_on_prompt") and on("mask_history"), "train_on_prompt and mask_history cannot both be true"),
+        (on("use_llama_pro") and method == "full", "use_llama_pro needs finetuning_type freeze or lora; got full"),
+        (len(parts) > 1, f"{' and '.join(parts)} cannot both be true"),
+        (on("pissa_init") and (stage == "kto" or (stage == "dpo" and loss not in ("orpo", "simpo"))),
+         f"pissa_init cannot be with stage {stage}, which has a reference"),
+        (on("pissa_init") and (quantised or zero3), "pissa_init needs a model that is not quantised, and no ZeRO-3"),
+        (on("resize_vocab") and quantised, "resize_vocab needs a model that is not quantised"),
+        (draft.given.get("quantization_device_map") == "auto",
+         "quantization_device_map: auto cannot train"),
+        (on("fp8") and quantised, "fp8 needs a model that is not quantised"),
+        (zero3 and quantised and draft.given.get("quantization_bit") == 8, "ZeRO-3 needs quantization_bit 4; got 8"),
+        (on("pure_bf16") and zero3, "pure_bf16 cannot be with ZeRO-3"),
+        (on("deepspeed") and (on("use_galore") or on("use_apollo")), "GaLore and APOLLO cannot be with DeepSpeed"),
+        (on("use_badam") and (ranks > 1 or on("deepspeed")) and (not zero3 or draft.given.get("badam_mode") == "ratio"),
+         "use_badam on several ranks needs ZeRO-3 and badam_mode layer"),
+        (((on("galore_layerwise") and on("use_galore")) or (on("apollo_layerwise") and on("use_apollo"))) and ranks > 1,
+         f"an optimizer that steps layer by layer trains on one rank; got {ranks}"),
+        (stage == "rm" and on("load_best_model_at_end"), "load_best_model_at_end cannot be with stage rm"),
+        (stage == "dpo" and loss != "sigmoid" and on("dpo_label_smoothing"),
+         f"dpo_label_smoothing needs pref_loss sigmoid; got {loss}"),
+        (on("streaming") and draft.given.get("max_steps") in (None, -1), "streaming needs max_steps"),
+        (on("streaming") and 0 < held_out < 1, f"val_size with streaming is a number of samples; got {held_out}"),
+        (on("streaming") and on("max_samples"), "max_samples cannot be with streaming"),
+        (on("eval_dataset") and held_out > 0, "eval_dataset and val_size cannot both be given"),
+        (draft.given.get("ref_model_quantization_bit") not in (None, 4, 8),
+         "ref_model_quantization_bit must be 4 or 8"),
+        *((draft.given.get(key) not in (None, False, *_STRATEGIES),
+           f"{key} must be one of {', '.join(_STRATEGIES)}; got {draft.given.get(key)}")
+          for key in ("eval_strategy", "save_strategy")),
+        *((draft.given.get(key) is False, f'{key}: YAML reads no as false, which is none of its words; write "no"')
+          for key in ("eval_strategy", "save_strategy", "logging_strategy")),
+        (evaluates and not on("eval_dataset") and held_out <= 0, "evaluation needs eval_dataset or val_size"),
+    )  # fmt: skip
+    for broken, text in rules:
+        if broken:
+            draft.wrong(text)
 
 
 def _host_experts(draft: Draft) -> None:
@@ -236,10 +296,16 @@ def _lora(draft: Draft) -> None:
     target = draft.names("lora_target", "all") or ["all"]
     draft.put("use_peft", True, "finetuning_type")
     draft.put("lora_r", rank, "lora_rank")
-    draft.put("lora_alpha", draft.whole("lora_alpha", 2 * rank))
-    draft.put("lora_dropout", draft.number("lora_dropout", 0.0))
+    draft.put("lora_alpha", draft.whole("lora_alpha", 2 * rank, least=0) or 2 * rank)
+    dropout = draft.number("lora_dropout", 0.0) or 0.0
+    if not 0 <= dropout <= 1:
+        draft.wrong(f"lora_dropout must be 0 to 1; got {dropout}")
+    draft.put("lora_dropout", dropout)
     draft.put("lora_target_modules", ["all-linear"] if target == ["all"] else target, "lora_target")
-    draft.put("lora_modules_to_save", draft.names("additional_target"), "additional_target")
+    saved = draft.names("additional_target")
+    if saved is None and draft.is_on("resize_vocab"):  # adapter.py: the whole matrices are trained, not only new rows
+        saved = ["embed_tokens", "lm_head"]
+    draft.put("lora_modules_to_save", saved, "additional_target")
     for key in ("use_rslora", "use_dora"):
         if draft.is_on(key):
             draft.put(key, True)
@@ -293,11 +359,11 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _length(draft: Draft, stage: str) -> int:
-    """Tokens of a row. A packed one has cutoff_len of them: data_args.py takes 1 off, supervised.py adds it again."""
+    """Tokens of a row: data_args.py takes 1 off with packing in all stages, and supervised.py adds it again."""
     length = draft.whole("cutoff_len", 2048) or 2048
     neat = draft.is_on("neat_packing")
     packing = draft.is_on("packing", stage == "pt") or neat
-    if stage == "pt" and packing and draft.given.get("packing") is not None:
+    if stage != "sft" and packing and draft.given.get("packing") is not None:
         length -= 1
     draft.put("max_length", length, "cutoff_len")
     if stage != "pt":
@@ -328,9 +394,9 @@ def _preferences(draft: Draft, stage: str) -> None:
         draft.put("keeps_logits", True, "stage")
     elif loss in ("orpo", "simpo"):
         draft.put("objective", loss, "pref_loss")
-    if loss == "orpo":
+    if stage == "dpo" and loss == "orpo":
         draft.put("nll_weight", 1.0, "pref_loss")
-    elif loss == "simpo":
+    elif stage == "dpo" and loss == "simpo":
         draft.put("simpo_gamma", draft.number("simpo_gamma", 0.5))
     draft.put("beta", draft.number("pref_beta", 0.1), "pref_beta")
     draft.put("float32_logits", True, "stage")

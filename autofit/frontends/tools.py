@@ -331,6 +331,8 @@ def launch_of(draft: Draft, folder: Path) -> dict[str, object]:
     wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")
     if wrapped is not None:  # transformers puts it into fsdp_config
         config.setdefault("transformer_layer_cls_to_wrap", wrapped)
+    if draft.says("deepspeed") and draft.says("fsdp"):  # transformers' Trainer ends with an error
+        draft.wrong("fsdp and deepspeed cannot both be given")
     if draft.says("deepspeed"):
         return zero(deepspeed(draft, folder), folder)
     if draft.says("fsdp"):
