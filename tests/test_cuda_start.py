@@ -72,8 +72,10 @@ def test_a_card_that_works_and_a_torch_for_the_cpu_are_told_before_anything_is_r
 
 
 def test_doctor_without_a_recipe_tells_of_the_cards_and_of_cuda(
-    driver: Driver, fork_server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    driver: Driver, fork_server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # a lock that a killed build has left would be told too
     driver.has(Card(kind="lost", uuid="GPU-lost"), Card())
     assert not _cards_work(look_at_cards(), fork_server, tmp_path, Printed(as_json=False, streaming=False))
     card, error, warning = capsys.readouterr().out.splitlines()
