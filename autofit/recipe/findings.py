@@ -315,6 +315,18 @@ def _has_own_lm_head(recipe: Recipe) -> bool:
     return by_head and text_config(recipe.model).get("tie_word_embeddings") is False
 
 
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
+
+
+def _enters_again_on_ranks(recipe: Recipe) -> bool:
+    """Whether several ranks train with reentrant checkpointing."""
+    given = [recipe.values.get(key, recipe.resolved.get(key)) for key in CHECKPOINTING]
+    ways = [recipe.values.get(f"{key}_kwargs", recipe.resolved.get(f"{key}_kwargs")) for key in CHECKPOINTING]
+    on = next((is_on(value) for value in given if value is not None), False)
+    way = next((value for value in ways if isinstance(value, Mapping)), {})
+    return recipe.launch.ranks > 1 and on and is_on(way.get("use_reentrant"))
+
+
 def _is_trls(recipe: Recipe) -> bool:
     return profile(recipe.trainer_name or recipe.trainer).of_trl
 
@@ -355,6 +367,17 @@ CLASHES = (
         what="bitsandbytes' RMSprop has no kernel for bfloat16 gradients: it ends with `data type combination not "
              "supported` in the first optimizer step",
         fix="set optim: adamw_bnb_8bit, or dtype: float32",
+    ),
+    *(
+        Clash(  # transformers/trainer.py, line 756; seen on two gloo ranks and with the CUDA build of torch 2.13
+            settings={SHARDING: ("ddp",), "use_peft": (use_peft,), "ddp_find_unused_parameters": looks},
+            key="ddp_find_unused_parameters",
+            what="true, as transformers sets it under PEFT, with reentrant checkpointing ends in the first backward "
+                 "pass: DDP finds a parameter ready twice",
+            fix="set ddp_find_unused_parameters: false, or use_reentrant: false in the checkpointing kwargs",
+            when=_enters_again_on_ranks,
+        )
+        for use_peft, looks in ((True, (None, True)), (False, (True,)))
     ),
     *(
         Clash(  # trl/trainer/sft_trainer.py, line 911, and its like; seen with the CUDA build of torch 2.13

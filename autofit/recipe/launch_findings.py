@@ -12,14 +12,12 @@ from pathlib import Path
 
 from autofit.files import read_json
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.findings import CHECKS, OFFLOAD, Finding, Severity, StatedLaunch, clashes
+from autofit.recipe.findings import CHECKPOINTING, CHECKS, OFFLOAD, Finding, Severity, StatedLaunch, clashes
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS
 from autofit.recipe.profile import profile
 
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
-_CHECKPOINTING_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 _CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 and dynamo_backend too
     "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type", "downcast_bf16",
     "dynamo_backend", "dynamo_config", "enable_cpu_affinity", "fp16", "fp8_config", "fsdp_config", "gpu_ids",
@@ -178,8 +176,8 @@ def _batch(asked: StatedLaunch) -> Iterator[Finding]:
 
 def _checkpointing(asked: StatedLaunch) -> Iterator[Finding]:
     launch = asked.launch
-    key = next((key for key in _CHECKPOINTING if asked.recipe.values.get(key) is not None), _CHECKPOINTING[1])
-    checkpoints = next((is_on(v) for k in _CHECKPOINTING if (v := asked.value(k)) is not None), False)
+    key = next((key for key in CHECKPOINTING if asked.recipe.values.get(key) is not None), CHECKPOINTING[1])
+    checkpoints = next((is_on(v) for k in CHECKPOINTING if (v := asked.value(k)) is not None), False)
     own = is_on(asked.section("fsdp_config").get("fsdp_activation_checkpointing", False))
     if not checkpoints or launch.ranks == 1:
         return
@@ -195,16 +193,6 @@ def _checkpointing(asked: StatedLaunch) -> Iterator[Finding]:
             severity=Severity.NOTE, where=asked.in_recipe(key),
             what="with FSDP the recipe's own checkpointing gathers the parameters once more in the backward pass",
             fix=f"set {key}: false, and true for {asked.in_config('fsdp_config.fsdp_activation_checkpointing')}",
-        )  # fmt: skip
-    kwargs = next((v for k in _CHECKPOINTING_KWARGS if isinstance(v := asked.value(k), Mapping)), {})
-    given = asked.value("ddp_find_unused_parameters")
-    looks = asked.recipe.uses_lora if given is None else is_on(given)  # transformers/trainer.py, line 756
-    if launch.sharding == "ddp" and launch.ranks > 1 and looks and is_on(kwargs.get("use_reentrant")):
-        told = "true" if given is not None else "true, as transformers sets it under PEFT,"
-        yield Finding(  # torch's DDP: "Expected to mark a variable ready only once", run on two gloo ranks
-            severity=Severity.ERROR, where=asked.in_recipe("ddp_find_unused_parameters"),
-            what=f"{told} with reentrant checkpointing ends in the first backward pass: a parameter is ready twice",
-            fix="set ddp_find_unused_parameters: false, or use_reentrant: false in the checkpointing kwargs",
         )  # fmt: skip
 
 
