@@ -174,7 +174,7 @@ def _check_rules(draft: Draft, stage: str, launch: Mapping[str, object], ranks: 
         (draft.given.get("quantization_device_map") == "auto",
          "quantization_device_map: auto cannot train"),
         (on("fp8") and quantised, "fp8 needs a model that is not quantised"),
-        (zero3 and quantised and draft.given.get("quantization_bit") == 8, "ZeRO-3 needs quantization_bit 4; got 8"),
+        (zero3 and draft.given.get("quantization_bit") == 8, "ZeRO-3 needs quantization_bit 4; got 8"),
         (on("pure_bf16") and zero3, "pure_bf16 cannot be with ZeRO-3"),
         (on("deepspeed") and (on("use_galore") or on("use_apollo")), "GaLore and APOLLO cannot be with DeepSpeed"),
         (on("use_badam") and (ranks > 1 or on("deepspeed")) and (not zero3 or draft.given.get("badam_mode") == "ratio"),

@@ -44,6 +44,9 @@ class Finding:
         return f"{self.where}: {self.what}; {self.fix}"
 
 
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedLaunch:
     """A recipe with its launch, and what the user's own files said before they were read.
@@ -74,6 +77,11 @@ class StatedLaunch:
     def value(self, key: str) -> object:
         """The recipe's value of a key, defaults included."""
         return self.recipe.resolved.get(key, self.recipe.values.get(key))
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the recipe checkpoints activations."""
+        return next((is_on(value) for key in CHECKPOINTING if (value := self.value(key)) is not None), False)
 
     @property
     def gathered_bytes(self) -> int | None:
@@ -315,16 +323,12 @@ def _has_own_lm_head(recipe: Recipe) -> bool:
     return by_head and text_config(recipe.model).get("tie_word_embeddings") is False
 
 
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new name wins (transformers 5.2)
-
-
 def _enters_again_on_ranks(recipe: Recipe) -> bool:
     """Whether several ranks train with reentrant checkpointing."""
-    given = [recipe.values.get(key, recipe.resolved.get(key)) for key in CHECKPOINTING]
-    ways = [recipe.values.get(f"{key}_kwargs", recipe.resolved.get(f"{key}_kwargs")) for key in CHECKPOINTING]
-    on = next((is_on(value) for value in given if value is not None), False)
+    asked = StatedLaunch(recipe=recipe)
+    ways = (asked.value(f"{key}_kwargs") for key in CHECKPOINTING)
     way = next((value for value in ways if isinstance(value, Mapping)), {})
-    return recipe.launch.ranks > 1 and on and is_on(way.get("use_reentrant"))
+    return recipe.launch.ranks > 1 and asked.checkpoints and is_on(way.get("use_reentrant"))
 
 
 def _is_trls(recipe: Recipe) -> bool:

@@ -177,9 +177,8 @@ def _batch(asked: StatedLaunch) -> Iterator[Finding]:
 def _checkpointing(asked: StatedLaunch) -> Iterator[Finding]:
     launch = asked.launch
     key = next((key for key in CHECKPOINTING if asked.recipe.values.get(key) is not None), CHECKPOINTING[1])
-    checkpoints = next((is_on(v) for k in CHECKPOINTING if (v := asked.value(k)) is not None), False)
     own = is_on(asked.section("fsdp_config").get("fsdp_activation_checkpointing", False))
-    if not checkpoints or launch.ranks == 1:
+    if not asked.checkpoints or launch.ranks == 1:
         return
     if launch.sharding.startswith("fsdp") and own:  # transformers/trainer.py, line 879
         yield Finding(
