@@ -18,9 +18,14 @@ class Heard(Report):
 
     def __init__(self) -> None:
         self.said: list[bool] = []
+        self.unlike = 0  # how often the last two are not alike
 
     def micro_step_begins(self, *, left_out: bool) -> None:
         self.said.append(left_out)
+
+    def last_are_alike(self) -> bool:
+        self.unlike -= 1
+        return self.unlike < 0
 
 
 def counting(**args: object) -> tuple[Any, list[int]]:
@@ -37,11 +42,17 @@ def counting(**args: object) -> tuple[Any, list[int]]:
 
 
 def computed(
-    accumulation: int, rollout_every: int, steps: int = 2, lone: Sequence[int] = (), sleeps: bool = False
+    accumulation: int,
+    rollout_every: int,
+    steps: int = 2,
+    lone: Sequence[int] = (),
+    sleeps: bool = False,
+    unlike: int = 0,
 ) -> tuple[list[int], Heard]:
     """The numbers of the micro-batches that are computed, and what was told; `lone` are not like the others."""
     trainer, found = counting(gradient_accumulation_steps=accumulation, vllm_enable_sleep_mode=sleeps)
     heard = Heard()
+    heard.unlike = unlike
 
     def kinds() -> list[object]:
         first = found[-1] // rollout_every * rollout_every
@@ -59,6 +70,12 @@ def test_of_a_step_that_is_one_rollout_three_and_the_last_are_computed() -> None
     found, heard = computed(16, 16)
     assert found == [0, 1, 2, 15, 16, 17, 18, 31]
     assert heard.said == 2 * [*[False] * 3, *[True] * 12, False]
+
+
+def test_one_more_is_computed_where_the_last_two_are_not_alike() -> None:
+    assert computed(16, 16, unlike=1)[0] == [0, 1, 2, 3, 15, 16, 17, 18, 31]
+    assert computed(6, 6, unlike=9)[0] == list(range(12))
+    assert computed(7, 1, unlike=2)[0] == [0, 1, 2, 3, 4, 6, 7, 8, 9, 13]
 
 
 def test_a_trainer_that_does_not_generate_counts_its_micro_batches_by_its_steps() -> None:

@@ -17,22 +17,28 @@ def leave_out_repeated(
 ) -> None:
     """Let the trainer compute only some micro-batches between two rollouts or optimizer steps, and tell `report`.
 
+    Of a row the first three are computed, more where `report` finds the last two unlike, and the last one.
     `rollout_every` is the number of micro-batches in a row; a trainer that generates counts them in `_step`. `kinds`
     gives the kind of each of them, once a rollout is there: neighbours of one kind are alike. Of a step of many short
     rows, whole ones are left out, each with its rollout: `report` is told of the last micro-batch of each.
     """
     original, done, dtype = trainer.training_step, count(), torch.float32
     generates, of_each, of_rows = hasattr(trainer, "_step"), list[object](), list[list[object]]()
+    skips = False  # the micro-batch before, or the row before, was left out
     sleeps = bool(getattr(trainer.args, "vllm_enable_sleep_mode", False))  # each rollout gives unused memory back
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal of_each
+        nonlocal of_each, skips
         each = int(trainer.args.gradient_accumulation_steps)
         number = next(done)
         in_step, in_rollout = number % each, int(trainer._step if generates else number) % rollout_every
         rows, rest = divmod(each, rollout_every)
         if not rest and rows > COMPUTED + 1 and rollout_every < _LEAST and not sleeps:
-            return in_short_row(in_step // rollout_every, rows, in_rollout, args, kwargs)
+            if not in_rollout:
+                row = in_step // rollout_every
+                may = COMPUTED <= row < rows - 1 and of_rows[-1] == of_rows[-2]
+                skips = may and (skips or report.last_are_alike())
+            return in_short_row(in_rollout, args, kwargs)
         before, left = min(in_step, in_rollout), min(each - in_step, rollout_every - in_rollout)
         if before + left < _LEAST:
             return original(*args, **kwargs)
@@ -41,16 +47,15 @@ def leave_out_repeated(
         if in_rollout:
             before = min(before, _alike(of_each[in_rollout], reversed(of_each[:in_rollout])))
             left = min(left, _alike(of_each[in_rollout], of_each[in_rollout:]))
-        left_out = before >= COMPUTED and left > 1
-        report.micro_step_begins(left_out=left_out)
-        return _nothing(trainer, dtype) if left_out else computed(args, kwargs)
+        skips = before >= COMPUTED and left > 1 and (skips or report.last_are_alike())
+        report.micro_step_begins(left_out=skips)
+        return _nothing(trainer, dtype) if skips else computed(args, kwargs)
 
-    def in_short_row(row: int, rows: int, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        left_out = COMPUTED <= row < rows - 1 and of_rows[-1] == of_rows[-2]
+    def in_short_row(place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         last = place == rollout_every - 1
         if last:
-            report.micro_step_begins(left_out=left_out)
-        if left_out:
+            report.micro_step_begins(left_out=skips)
+        if skips:
             return _nothing(trainer, dtype)
         loss = computed(args, kwargs)
         if last:

@@ -168,6 +168,10 @@ class Report:
     def micro_step_begins(self, *, left_out: bool) -> None:
         """A micro-batch of many that are alike begins, or is left out because the receiver repeats it."""
 
+    def last_are_alike(self) -> bool:
+        """Whether the last two of them that were computed needed the same memory: others like them may be left out."""
+        return True
+
     def step_begins(self, step: int) -> None:
         """The optimizer step after `step` finished ones begins."""
 

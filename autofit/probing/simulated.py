@@ -169,6 +169,13 @@ class SimMemory:
         else:
             self._of_computed = self._last
 
+    def micro_batches_alike(self) -> bool:
+        """Whether the last two micro-batches took and gave back storages of the same sizes."""
+        assert self._gpu is not None
+        start, middle, end = (self._marks[mark].event for mark, _ in self._windows[-COMPUTED:])
+        sizes = self._gpu.memory.log.nbytes
+        return sorted(sizes[start:middle]) == sorted(sizes[middle:end])
+
     def _repeated(self, run: Run) -> Run:
         """The run with what was left out, and without the marks between stretches that are alike.
 

@@ -276,8 +276,7 @@ def _simulated(
     """
     from autofit.fakegpu.depth.rounds import RoundsDifferError
 
-    differ = Launch.of(request.values).sharding == "zero3"  # two neighbouring micro-batches of it are not alike
-    for leaves_out in (not differ, False):
+    for leaves_out in (True, False):
         run = _train_on_card(request, memory, recorder, trainer, pattern=pattern, leaves_out=leaves_out)
         try:
             return run, memory.simulation(share_of_scoring=run.scoring_share, share_of_rollout=run.rollout_share)
@@ -344,6 +343,9 @@ class _StepMarks(Followed):
             self.recorder.enter(UPDATE)
             self._memory.end_micro_batch(left_out=self._left_out)
             self._left_out = None
+
+    def last_are_alike(self) -> bool:
+        return bool(self._memory.micro_batches_alike())
 
     def saved_bytes(self, launch: Launch, *, with_optimizer: bool) -> int | None:
         """The most bytes of what was trained that a save gathers; None for a run that did not tell of it."""
