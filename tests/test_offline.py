@@ -55,6 +55,22 @@ def test_a_model_of_the_catalogue_needs_neither_hub_nor_tokenizer(tiny_recipe: P
     assert offline.overrides(values_of(tiny_recipe), tiny_recipe.parent / "i") == {}
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        (None, "the recipe has no reward: one"),
+        (["tiny_rewards.share_of_t1", "gone.exact"], "functions gone.exact cannot be imp"),
+    ],
+)
+def test_a_prediction_needs_no_reward_and_says_what_stands_in(
+    tiny_recipe: Path, rewards: list[str] | None, said: str
+) -> None:
+    found = inspected(tiny_recipe, reward_funcs=rewards)
+    assert said in str(found["notes"])
+    with pytest.raises(ConfigError, match=r"needs a reward|must be importable"):
+        inspected(tiny_recipe, device="cpu", reward_funcs=rewards)
+
+
 def test_weights_that_are_stored_in_4_bits_are_read_so_whatever_says_it(tiny_recipe: Path, tiny_model: Path) -> None:
     """The name of a copy in the catalogue, or a folder's config.json: the recipe need not say load_in_4bit."""
     named = inspected(

@@ -12,7 +12,7 @@ from itertools import count
 from math import gcd
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -33,11 +33,12 @@ from .image_prompts import has_images, longest_row, note_of, processor_of, simul
 from .images import StandInProcessor
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
-from .offline import FEATURES, not_a_list, or_stated
+from .offline import FEATURES, no_reward, not_a_list, or_stated
 from .rows import in_epoch, padded, place_of, shorter_prompts, unmasked_is_larger
 from .trl import TrlRun, TrlTrainer
 from .trl_config import TrlConfig
 
+_REWARD = "reward_funcs or reward_model_name_or_path"
 _NEVER = 2**31 - 1  # token id that no tokenizer has, as end token: generation never ends early
 
 
@@ -54,8 +55,11 @@ def prompts(config: TrlConfig) -> Any:
     return rows
 
 
-def reward_functions(config: TrlConfig) -> list[str | Callable[..., Any]]:
-    """Reward models (by name) and reward functions (TRL's own, or by dotted path), resolved as in TRL's script."""
+def reward_functions(config: TrlConfig, *, simulated: bool = False) -> list[str | Callable[..., Any]]:
+    """Reward models (by name) and reward functions (TRL's own, or by dotted path), resolved as in TRL's script.
+
+    On a simulated card `no_reward` stands for a function whose module is not there, or for no reward at all.
+    """
     own = {
         "accuracy_reward": accuracy_reward,
         "reasoning_accuracy_reward": reasoning_accuracy_reward,
@@ -73,24 +77,36 @@ def reward_functions(config: TrlConfig) -> list[str | Callable[..., Any]]:
         elif "/" in name:
             raise ConfigError(f"reward_funcs takes functions; set reward_model_name_or_path: {name} for a reward model")
         elif "." in name:
-            found.append(_imported(name))
+            found.append(_imported(name, simulated=simulated))
         else:
             raise ConfigError(
                 f"reward_funcs takes TRL's own functions or dotted paths such as my_rewards.exact; got {name!r}"
                 f"{nearest(name, own)}"
             )
-    if not found:
-        raise ConfigError("the recipe needs a reward: give reward_funcs or reward_model_name_or_path")
-    return found
+    if not found and not simulated:
+        raise ConfigError(f"the recipe needs a reward: give {_REWARD}")
+    return found or [no_reward]
 
 
-def _imported(name: str) -> Callable[..., Any]:
+def _note_of_rewards(config: TrlConfig, rewards: Sequence[object]) -> tuple[str, ...]:
+    """What a prediction says of rewards that `no_reward` stands for."""
+    if no_reward not in rewards:
+        return ()
+    given = config.script.reward_funcs or []
+    absent = [name for name, one in zip(given, rewards[len(rewards) - len(given) :], strict=True) if one is no_reward]
+    said = f"the reward functions {', '.join(absent)} cannot be imported here" if absent else "the recipe has no reward"
+    return (f"{said}: one that returns 0 stands in, without their memory or time; a run needs {_REWARD}",)
+
+
+def _imported(name: str, *, simulated: bool) -> Callable[..., Any]:
     module_name, function_name = name.rsplit(".", 1)
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
+        if simulated and isinstance(error, ModuleNotFoundError):
+            return no_reward
         raise ConfigError(
             f"the reward function {name!r} must be importable from {Path.cwd()} or the installed packages; "
             f"importing {module_name} gave {type(error).__name__}: {short(error)}"
@@ -239,7 +255,7 @@ class RolloutTrainer(TrlTrainer):
         """A trainer with random weights on the longest prompt; every completion has `max_completion_length` tokens."""
         training = config.training
         training.generation_kwargs = {**(training.generation_kwargs or {}), **_without_end(training)}
-        rewards = reward_functions(config)
+        rewards = reward_functions(config, simulated=active_gpu() is not None)
         longest = int(worst_case["prompt_tokens"]) + int(training.max_completion_length)
         with random_weights(self.trl_module), random_reward_models(self.trl_module), _engine_without_weights():
             rows = _repeat(worst_case["rows"], training)
@@ -260,14 +276,18 @@ class RolloutTrainer(TrlTrainer):
         return trainer
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:
-        rewards = reward_functions(config)  # first: a wrong path is reported before a large dataset is read
+        rewards = reward_functions(
+            config, simulated=inspection.simulated
+        )  # first: a wrong path is reported before a large dataset is read
         check_reward_model(config)
+        notes = _note_of_rewards(config, rewards)
         with or_stated(inspection):
             rows = prompts(config)
         made_up = inspection.prompt_tokens is not None  # a synthetic prompt of that length replaces the dataset
         processor = processor_of(config) if inspection.simulated or has_images(rows) else None
         if processor is not None:
-            return self._longest_with_images(rows, processor, config, inspection, data_hash(rewards, rows))
+            found = self._longest_with_images(rows, processor, config, inspection, data_hash(rewards, rows))
+            return {**found, "notes": (*notes, *cast("tuple[str, ...]", found["notes"]))}
         index, tokens, least = longest_prompt(rows, config)
         lengths = SampleLengths.of(
             [tokens, 0 if made_up else least], most=tokens, generates=True,
@@ -277,7 +297,7 @@ class RolloutTrainer(TrlTrainer):
         where = {} if made_up else in_epoch(config, place_of(index, rows, rows, None))
         return {
             **where, "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows),
-            "content_hash": data_hash(rewards, None if made_up else rows),
+            "content_hash": data_hash(rewards, None if made_up else rows), "notes": notes,
         }  # fmt: skip
 
     def _longest_with_images(
