@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from autofit.cli import main
+from autofit.errors import ConfigError
 from autofit.recipe.profile import TRAINERS, profile, recipe_text, trainer_of
 
 
@@ -43,6 +44,36 @@ def test_the_columns_of_a_file_say_the_trainer(
     assert main(["init", "--dataset", name, "--model", "my: model #1"]) == 0
     values = yaml.safe_load(Path(f"{trainer}.yaml").read_text())
     assert (values["dataset_name"], values["model_name_or_path"]) == (name, "my: model #1")
+
+
+@pytest.mark.parametrize(
+    ("line", "keys", "trainer"),
+    [
+        ('{"messages": []}', {"max_length": 64}, "sft"),
+        ('{"messages": []}', {}, "sft"),
+        ('{"prompt": "a"}', {}, "grpo"),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": "c"}',
+            {"loss_type": "sigmoid", "precompute_ref_log_probs": True},
+            "dpo",
+        ),
+        ('{"question": "a"}', {}, "grpo"),
+    ],
+)
+def test_the_columns_of_a_recipes_dataset_say_its_trainer_where_keys_do_not(
+    line: str, keys: dict[str, object], trainer: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    assert trainer_of({"dataset_name": str(tmp_path / "a.jsonl"), **keys}, None) == trainer
+
+
+def test_columns_that_two_trainers_take_are_told_with_both(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"chosen": "b", "rejected": "c"}\n')
+    with pytest.raises(ConfigError, match=r"the columns of .*a.jsonl may belong to a recipe of dpo or reward"):
+        trainer_of({"dataset_name": str(path)}, None)
+    with pytest.raises(ConfigError, match="max_length may belong to a recipe of dpo or reward"):
+        trainer_of({"dataset_name": str(path), "max_length": 64}, None)
 
 
 def test_nothing_is_overwritten(

@@ -163,8 +163,8 @@ STATE_IT = (
 
 
 def cut_samples(tokens: int) -> str:
-    """The note of a recipe whose dataset cannot be read, and whose samples are cut to `tokens`."""
-    return f"the dataset cannot be read from here: every sample counts as max_length, {tokens:,} tokens"
+    """The note of a recipe whose dataset or tokenizer cannot be read, and whose samples are cut to `tokens`."""
+    return f"the dataset or tokenizer cannot be read from here: every sample counts as max_length, {tokens:,} tokens"
 
 
 @contextmanager

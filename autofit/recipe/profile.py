@@ -111,7 +111,8 @@ class SeveralTrainersError(ConfigError):
 def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
     """`asked` (--trainer), or the TRL trainer that takes every key of the recipe; the usual one of several.
 
-    A trainer with a key of its own is found by that.
+    A trainer with a key of its own is found by that. Of several those that the columns of the dataset are for, if it
+    is a file that can be looked at.
 
     Raises ConfigError if `asked` cannot take the recipe, SeveralTrainersError if several other trainers can.
     """
@@ -130,6 +131,10 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
                 f"{possible[0]}`: give {option('trainer', possible[0])} or omit {option('trainer')}"
             )
         return asked
+    if len(possible) > 1:
+        dataset = str(values.get("dataset_name"))
+        if fitting := _fitting(_columns(Path(dataset)), among=possible):
+            telling, possible = telling or {f"the columns of {dataset}": ()}, fitting
     if TRAINERS[0] in possible or not possible:
         return TRAINERS[0]
     if len(possible) > 1:
@@ -155,11 +160,17 @@ def recipe_text(trainer: str, *, model: str | None = None, dataset: str | None =
 def trainer_of_data(dataset: str) -> str:
     """The trainer that the columns of the file `dataset` are for. Raises ConfigError where they do not say."""
     columns = _columns(Path(dataset))
-    fitting = [(len(each), p.place, p.name) for p in profiles().values() for each in p.columns if each <= columns]
-    if fitting:
-        return max(fitting)[-1]  # by the most columns
+    if fitting := _fitting(columns, among=TRAINERS):
+        return fitting[0]
     found = f"{dataset} has {', '.join(sorted(columns))}" if columns else f"{dataset} is no file that can be looked at"
     raise ConfigError(f"{_NO_GUESS}: {found}; name it: autofit init {'|'.join(TRAINERS)}")
+
+
+def _fitting(columns: set[str], *, among: Iterable[TrainerName]) -> list[TrainerName]:
+    """The trainers that data of these `columns` is for: those that use the most of them."""
+    used = {name: max((len(each) for each in profile(name).columns if each <= columns), default=0) for name in among}
+    most = max(used.values(), default=0)
+    return [name for name, number in used.items() if number == most > 0]
 
 
 def _columns(path: Path) -> set[str]:

@@ -235,7 +235,8 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
         return
     given = merge(source.values, question.changes)
     try:
-        trainer = trainer_for(given, _named(question.trainer or source.trainer))
+        named = {key: value for key, value in given.items() if key != "dataset_name"}  # no file of this machine is read
+        trainer = trainer_for(named, _named(question.trainer or source.trainer))
     except SeveralTrainersError as error:
         tell({"is": "choose", "text": f"{error.what}: which one is it?", "trainers": list(error.trainers)})
         return
