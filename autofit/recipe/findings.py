@@ -324,11 +324,11 @@ def _has_own_lm_head(recipe: Recipe) -> bool:
 
 
 def _enters_again_on_ranks(recipe: Recipe) -> bool:
-    """Whether several ranks train with reentrant checkpointing."""
+    """Whether several ranks train, and what checkpointing there is would be reentrant."""
     asked = StatedLaunch(recipe=recipe)
     ways = (asked.value(f"{key}_kwargs") for key in CHECKPOINTING)
     way = next((value for value in ways if isinstance(value, Mapping)), {})
-    return recipe.launch.ranks > 1 and asked.checkpoints and is_on(way.get("use_reentrant"))
+    return recipe.launch.ranks > 1 and is_on(way.get("use_reentrant"))
 
 
 def _is_trls(recipe: Recipe) -> bool:
@@ -374,14 +374,16 @@ CLASHES = (
     ),
     *(
         Clash(  # transformers/trainer.py, line 756; seen on two gloo ranks and with the CUDA build of torch 2.13
-            settings={SHARDING: ("ddp",), "use_peft": (use_peft,), "ddp_find_unused_parameters": looks},
+            settings={
+                SHARDING: ("ddp",), "use_peft": (use_peft,), "ddp_find_unused_parameters": looks, checkpoints: (True,),
+            },
             key="ddp_find_unused_parameters",
             what="true, as transformers sets it under PEFT, with reentrant checkpointing ends in the first backward "
                  "pass: DDP finds a parameter ready twice",
             fix="set ddp_find_unused_parameters: false, or use_reentrant: false in the checkpointing kwargs",
             when=_enters_again_on_ranks,
         )
-        for use_peft, looks in ((True, (None, True)), (False, (True,)))
+        for use_peft, looks in ((True, (None, True)), (False, (True,))) for checkpoints in CHECKPOINTING
     ),
     *(
         Clash(  # trl/trainer/sft_trainer.py, line 911, and its like; seen with the CUDA build of torch 2.13
