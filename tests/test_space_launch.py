@@ -178,6 +178,24 @@ def test_a_recipe_whose_own_settings_fail_together_keeps_them() -> None:
     assert ("fsdp2", True, "parameters") in kinds(space_of(recipe))
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_reentrant_checkpointing_under_ddp_is_a_candidate_only_where_it_runs(*, own: bool, reentrant: bool) -> None:
+    recipe = recipe_on(
+        Launch(ranks=4), use_peft=True, ddp_find_unused_parameters=None, gradient_checkpointing=own,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )  # fmt: skip
+    assert bool(list(clashes(recipe))) == (own and reentrant)
+    knobs = tuple(
+        k for k in load_space(None, trainer="grpo") if k.name in (*NAMES, "gradient_checkpointing") or k.solved
+    )
+    space = Space.of(recipe, knobs, device=SIM)
+    found = [merge(recipe.values, space.yaml_changes(candidate)) for candidate in space.allowed()]
+    seen = {(Launch.of(values).sharding, bool(values["gradient_checkpointing"])) for values in found}
+    assert {("ddp", False), ("fsdp2", True), ("fsdp2", False)} <= seen
+    assert (("ddp", True) in seen) == (own or not reentrant)  # the recipe itself stays
+
+
 @pytest.mark.parametrize(("optim", "use_peft", "fails"), [
     ("rmsprop_bnb_8bit", False, True), ("rmsprop_bnb_8bit", True, False), ("rmsprop", False, False),
 ])  # fmt: skip
