@@ -59,23 +59,24 @@ def group(ranks: int) -> Iterator[None]:
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": 29511, "OMP_NUM_THREADS": 1}  # fmt: skip
     os.environ.update({name: str(value) for name, value in names.items()})
-    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
+        torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         yield
     finally:
-        torch.distributed.destroy_process_group()
         for name in names:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 def fresh() -> None:
-    """Forget what accelerate and transformers keep of a training for the whole process."""
+    """Forget what torch, accelerate and transformers keep of a training for the whole process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations import deepspeed
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     deepspeed.unset_hf_deepspeed_config()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
 
@@ -141,6 +142,7 @@ class Drawn:
 
 TOOLS = {  # the module with a `TOOL`, imported only when it is asked for
     "llama-factory": "experiments.frontends.drawn_llama_factory",
+    "ms-swift": "experiments.frontends.drawn_ms_swift",
 }
 
 
@@ -152,7 +154,9 @@ def of_own(own: Callable[[Path, int | None], Facts], path: Path, ranks: int | No
         warnings.simplefilter("ignore")
         try:
             return own(path, ranks)
-        except (Exception, SystemExit) as error:  # whatever a tool ends with
+        except SystemExit:  # argparse's, which prints why
+            return (quiet.getvalue().strip().splitlines() or ["it exits"])[-1]
+        except Exception as error:  # whatever a tool ends with
             return f"{type(error).__name__}: {error}"
 
 
@@ -185,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     tool: Drawn = importlib.import_module(TOOLS[args.tool]).TOOL
     own = tool.own(args.folder.resolve())
-    kept = args.keep or Path(tempfile.mkdtemp())
+    kept = (args.keep or Path(tempfile.mkdtemp())).resolve()
     kept.mkdir(parents=True, exist_ok=True)
     chance, counts = random.Random(args.seed), Counter[str]()
     for nth in range(args.count):
