@@ -567,7 +567,7 @@ def test_ms_swift_checkpoints_re_entrantly_but_under_ddp_and_has_no_dropout_in_l
         ("", "--target_regex '.*_proj'", {"lora_target_modules": [".*_proj"]}),
         ("", "--target_parameters w", {"lora_target_parameters": ["w"], "lora_target_modules": ["all-linear"]}),
         ("", "--cached_val_dataset a", {"per_device_eval_batch_size": 1}),
-        ("", "--streaming true --split_dataset_ratio 0.1", {"per_device_eval_batch_size": None}),
+        ("", "--streaming true --max_steps 9 --split_dataset_ratio 0.1", {"per_device_eval_batch_size": None}),
     ],
 )  # fmt: skip
 def test_what_meets_by_chance_in_a_command_is_read_as_ms_swift_does(
@@ -595,7 +595,9 @@ def test_the_json_that_fsdp_of_ms_swift_names_says_how_the_model_is_shared(tmp_p
         ("", "--load_best_model_at_end true", "evaluation and saving at the same time; got no and steps"),
         ("", "--lora_dropout 2", "lora_dropout must be 0 to 1"), ("", "--num_train_epochs all", "epochs must be"),
         ("", "--target_modules q_proj,v_proj", "target_modules must be names with spaces"),
-        ("", "--target_modules ALL", "is all-linear today"),
+        ("", "--target_modules ALL", "is all-linear today"), ("", "--streaming true", "streaming needs max_steps"),
+        ("", "--cached_dataset a --streaming true --max_steps 9", "cached_dataset cannot be with streaming"),
+        ("", "--truncation_strategy split", "split is of `swift pt`"),
         ("", "--rlhf_type dpo --ref_model r", "ref_model is of rlhf_type dpo,"),
         ("", "--deepspeed zero2 --fsdp fsdp2", "fsdp and deepspeed cannot both"),
         ("", "--rlhf_type dpo --loss_type kto_pair", "loss_type with rlhf_type dpo must be one of"),

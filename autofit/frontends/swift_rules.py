@@ -41,6 +41,7 @@ def check(draft: Draft, kind: str, ranks: int | None) -> None:
     unpadded = "packing" if on("packing") else "padding_free" if on("padding_free") else None
     known = _LOSSES.get(kind)
     unused = kind == "grpo" and number(given.get("beta")) == 0
+    chats = truth(given.get("use_chat_template")) is not False
     refers = unused or (kind in _REFERRED and not draft.values.get("use_peft"))
     losses = given.get("loss_type")
     listed = losses if isinstance(losses, list) else [losses]
@@ -53,6 +54,11 @@ def check(draft: Draft, kind: str, ranks: int | None) -> None:
         (draft.values.get("bf16") and draft.values.get("fp16"),
          "bf16 and fp16 cannot both be true; torch_dtype sets the one that is not given"),
         (on("packing") and on("lazy_tokenize"), "packing and lazy_tokenize cannot both be true"),
+        (on("streaming") and (number(given.get("max_steps")) or 0) <= 0, "streaming needs max_steps"),
+        (on("streaming") and (on("cached_dataset") or on("cached_val_dataset")),
+         "cached_dataset cannot be with streaming"),
+        (given.get("truncation_strategy") == "split" and kind != "pt" and chats,
+         "truncation_strategy split is of `swift pt`, as ms-swift says"),
         (on("warmup_ratio") and on("warmup_steps"), "warmup_ratio and warmup_steps cannot both be given"),
         ((number(given.get("warmup_ratio")) or 0) >= 1, "warmup_ratio must be less than 1"),
         (given.get("ref_model") is not None and not refers,
@@ -87,6 +93,8 @@ def _update(draft: Draft) -> int:
 def _check_engine(draft: Draft, ranks: int | None) -> None:
     given, on = draft.given, draft.says
     mode, parts = given.get("vllm_mode"), number(given.get("vllm_tensor_parallel_size")) or 1
+    if on("async_generate") and mode != "server":
+        draft.wrong("async_generate needs vllm_mode server")
     if on("use_vllm") and mode is None:
         draft.wrong("use_vllm needs vllm_mode: colocate or server")
     if mode is not None and not on("use_vllm"):

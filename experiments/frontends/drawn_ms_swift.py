@@ -148,7 +148,7 @@ MISTAKES: tuple[Values, ...] = (
     {"target_modules": "q_proj,v_proj"}, {"target_modules": "ALL"}, {"modules_to_save": "embed"}, {"bf16": "yes"},
     {"sequence_parallel_size": 3}, {"padding_side": "center"}, {"truncation_strategy": "truncate"}, {"num_labels": "a"},
     {"sft_type": "lora"}, {"batch_size": 4}, {"use_flash_attn": True}, {"lora_target_modules": "ALL"},
-    {"AS_IS": True, "command": "sft", "rlhf_type": "dpo"}, {AS_IS: True, "command": "sft", "beta": 0.1},
+    {AS_IS: True, "command": "sft", "rlhf_type": "dpo"}, {AS_IS: True, "command": "sft", "beta": 0.1},
     {AS_IS: True, "command": "pt", "use_vllm": True}, {"ENV": {"NPROC_PER_NODE": "two"}}, {"save_steps": 0.1},
     {"rlhf_type": "grpo", "truncation_strategy": "split"}, {"tuner_backend": "swift"}, {"tuner_backend": "unsloth"},
     {"lisa_activated_layers": 2, "tuner_type": "lora"}, {"warmup_steps": 0.1}, {"load_best_model_at_end": True},
