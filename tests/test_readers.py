@@ -562,6 +562,7 @@ def test_ms_swift_checkpoints_re_entrantly_but_under_ddp_and_has_no_dropout_in_l
         ("NNODES=2", "", {"gradient_accumulation_steps": 8, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
         ("", "--num_labels 2", {"objective": "classify", "num_labels": 2}),
         ("", "--lora_dtype float16", {"adapter_dtype": "float32"}),
+        ("", "--tuner_type llamapro --torch_dtype float16", {"dtype": "float16", "adapter_dtype": "float32"}),
         ("", "--modules_to_save all-embedding", {"lora_modules_to_save": list(ms_swift.EMBEDDINGS)}),
         ("", "--target_modules q_proj", {"lora_target_modules": [r"(.*\.)?q_proj"]}),  # alone, it would be a pattern
         ("", "--target_regex '.*_proj'", {"lora_target_modules": [".*_proj"]}),
@@ -597,6 +598,8 @@ def test_the_json_that_fsdp_of_ms_swift_names_says_how_the_model_is_shared(tmp_p
         ("", "--target_modules q_proj,v_proj", "target_modules must be names with spaces"),
         ("", "--target_modules ALL", "is all-linear today"), ("", "--streaming true", "streaming needs max_steps"),
         ("", "--cached_dataset a --streaming true --max_steps 9", "cached_dataset cannot be with streaming"),
+        ("", "--tuner_type longlora --model Qwen/Qwen3-4B", "longlora is of Llama models"),
+        ("", "--eval_strategy always", "eval_strategy must be no, steps or epoch"),
         ("", "--truncation_strategy split", "split is of `swift pt`"),
         ("", "--rlhf_type dpo --ref_model r", "ref_model is of rlhf_type dpo,"),
         ("", "--deepspeed zero2 --fsdp fsdp2", "fsdp and deepspeed cannot both"),

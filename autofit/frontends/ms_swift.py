@@ -466,6 +466,8 @@ def _llamapro(draft: Draft) -> None:
     if weight_bits(draft.values) or "objective" not in draft.values:
         raise ConfigError("tuner_type llamapro is not simulated with quant_method or rlhf_type grpo")
     draft.put("added_layers", blocks, "llamapro_num_new_blocks")
+    if draft.values["dtype"] == "float16":  # tuner.py casts trained weights
+        draft.put("adapter_dtype", "float32", "tuner_type")
     draft.fixed.update(("use_peft", "load_in_4bit", "load_in_8bit"))
 
 

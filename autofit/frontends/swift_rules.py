@@ -5,6 +5,7 @@ swift/rlhf_trainers (args_mixin.py, rollout_mixin.py, the trainers' losses), swi
 """
 
 import math
+import re
 
 from autofit.frontends.draft import Draft, number, truth
 from autofit.frontends.tools import check_best_model
@@ -12,6 +13,9 @@ from autofit.frontends.tools import check_best_model
 _FLASH = ("flash_attn", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _ATTENTION = (*_FLASH, "sdpa", "eager", "flex_attention")
 _UNPADDED = ("sft", "pt", "seq_cls", "embedding", "reranker", "generative_reranker", "grpo", "dpo", "kto", "gkd")
+_NO_LLAMA = re.compile(
+    r"(?i)^(?!.*llama).*(?:qwen|mistral|mixtral|gemma|glm|phi-|internlm|baichuan)"
+)  # pipelines/train
 _REFERRED = ("dpo", "kto", "ppo", "grpo")
 _GENERATING = ("grpo", "gkd")
 _REWARDED_BY = ("reward_funcs", "reward_model", "reward_model_plugin", "use_gym_env", "teacher_model",
@@ -54,6 +58,10 @@ def check(draft: Draft, kind: str, ranks: int | None) -> None:
         (draft.values.get("bf16") and draft.values.get("fp16"),
          "bf16 and fp16 cannot both be true; torch_dtype sets the one that is not given"),
         (on("packing") and on("lazy_tokenize"), "packing and lazy_tokenize cannot both be true"),
+        (given.get("eval_strategy") not in (None, "no", "steps", "epoch"),
+         f"eval_strategy must be no, steps or epoch; got {given.get('eval_strategy')}"),
+        (given.get("tuner_type") == "longlora" and _NO_LLAMA.search(str(given.get("model"))),
+         f"tuner_type longlora is of Llama models, as ms-swift says; got {given.get('model')}"),
         (on("streaming") and (number(given.get("max_steps")) or 0) <= 0, "streaming needs max_steps"),
         (on("streaming") and (on("cached_dataset") or on("cached_val_dataset")),
          "cached_dataset cannot be with streaming"),

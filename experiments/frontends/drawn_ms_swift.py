@@ -403,7 +403,7 @@ def our_reading(found: Foreign) -> Facts:
         "ranks": ranks,
         "bf16": bool(values.get("bf16")),
         "fp16": bool(values.get("fp16")),
-        "trained": own if trains_part and not values.get("added_layers") else dtype,
+        "trained": values.get("adapter_dtype", dtype) if values.get("added_layers") else own if trains_part else dtype,
         "frozen": dtype if trains_part else None,
         "zero": zero.get("zero_stage", 0) if isinstance(zero, Mapping) else 0,
         "fsdp": "fsdp_config" in found.launch,
