@@ -558,8 +558,11 @@ def test_ms_swift_checkpoints_re_entrantly_but_under_ddp_and_has_no_dropout_in_l
     ("before", "more", "read_as"),
     [
         ("NPROC_PER_NODE=1", "", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),  # torchrun all the same
+        ("CUDA_VISIBLE_DEVICES=0", "--rlhf_type grpo --reward_funcs f --use_vllm true --vllm_mode colocate "
+         "--gradient_accumulation_steps 8", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
         ("NPROC_PER_NODE=2", "--deepspeed zero0", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
         ("NNODES=2", "", {"gradient_accumulation_steps": 8, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ("NPROC_PER_NODE=2", "--ddp_find_unused_parameters true", {"ddp_find_unused_parameters": True}),
         ("", "--num_labels 2", {"objective": "classify", "num_labels": 2}),
         ("", "--lora_dtype float16", {"adapter_dtype": "float32"}),
         ("", "--tuner_type llamapro --torch_dtype float16", {"dtype": "float16", "adapter_dtype": "float32"}),
@@ -574,7 +577,8 @@ def test_ms_swift_checkpoints_re_entrantly_but_under_ddp_and_has_no_dropout_in_l
 def test_what_meets_by_chance_in_a_command_is_read_as_ms_swift_does(
     before: str, more: str, read_as: dict[str, object], tmp_path: Path
 ) -> None:
-    found = of_script(tmp_path, f"{before} swift sft --model m --max_length 64 {more}\n")
+    kind = "rlhf" if "rlhf" in more else "sft"
+    found = of_script(tmp_path, f"{before} swift {kind} --model m --max_length 64 {more}\n")
     assert {key: found.values.get(key) for key in read_as} == read_as
 
 
@@ -713,6 +717,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "micro_batch_size": None, "micro_batchsize": 3}, "as Axolotl says; write micro_batch_size for 'micro_bat"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "reft_layers": [1]}, "reft is simulated with LoreftIntervention"),
+    ({"model": "m", "tuner_type": "full", "deepspeed": "zero0"}, "stage 0 holds float32 copies of all trained weights"),
     ({"model": "m", "tuner_type": "vera"}, "tuner_type vera is not simulated"),
     ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls"}, "num_labels is missing, and ms-swift needs it"),
     ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "loss_type with task_type embedding must be one"),

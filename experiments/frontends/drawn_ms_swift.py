@@ -204,7 +204,12 @@ def _ranks(variables: Mapping[str, str], *, dist: bool) -> Iterator[int]:
     with group(each * nodes) if dist else contextlib.nullcontext():
         if dist:
             os.environ["LOCAL_WORLD_SIZE"] = str(each)
-        yield each * nodes
+        kept = dict(os.environ)
+        try:
+            yield each * nodes
+        finally:  # GRPO with vLLM sets some
+            os.environ.clear()
+            os.environ.update(kept)
 
 
 def own_reading(folder: Path) -> Callable[[Path, int | None], Facts]:
@@ -251,7 +256,7 @@ def own_reading(folder: Path) -> Callable[[Path, int | None], Facts]:
             model = small.to(args.torch_dtype)
             model.model_meta, model.model_info = args.model_meta, args.model_info
             model = TunerMixin.prepare_model(args, model, train_dataset=range(1000))
-            return _facts(args, args.training_args, model, ranks, by_torchrun)
+            return _facts(args, args.training_args, model, ranks)
 
     return own
 
@@ -266,7 +271,9 @@ def _write_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _facts(args: Any, training: Any, model: Any, ranks: int, dist: bool) -> Facts:
+def _facts(args: Any, training: Any, model: Any, ranks: int) -> Facts:
+    from swift.utils import is_dist
+
     weights = dtypes(model)
     peft = next(iter(getattr(model, "peft_config", {}).values()), None)
     if peft is not None and not hasattr(peft, "peft_type"):
@@ -276,7 +283,7 @@ def _facts(args: Any, training: Any, model: Any, ranks: int, dist: bool) -> Fact
     kwargs = training.gradient_checkpointing_kwargs or {}
     reentrant = kwargs.get("use_reentrant")
     if reentrant is None:  # mixin.py, _fix_gradient_checkpointing
-        reentrant = not (dist and plugin is None and not training.fsdp)
+        reentrant = not (is_dist() and plugin is None and not training.fsdp)
     answers = kind == "grpo"
     length = args.packing_length if args.packing else args.max_length
     if kind == "gkd" and args.lmbda and length != _LIMIT:
@@ -333,7 +340,19 @@ def _facts(args: Any, training: Any, model: Any, ranks: int, dist: bool) -> Fact
         "loss": args.loss_type if answers else None,
         "nll": {"orpo": 1.0, "cpo": getattr(training, "cpo_alpha", None)}.get(kind),
         "seq": args.sequence_parallel_size,
+        "unused": training.ddp_find_unused_parameters if ranks > 1 and plugin is None and not training.fsdp else None,
+        "offloads": None if zero == 0 else _offloads(plugin.deepspeed_config["zero_optimization"], "{}", "device"),
+        "engine_length": args.vllm_max_model_len if vllm else None,
+        "teacher": args.teacher_model is not None if kind == "gkd" else False,
+        "labels": args.num_labels if kind == "seq_cls" else None,
     }
+
+
+def _offloads(zero: Mapping[str, Any], key: str, *inner: str) -> list[str]:
+    """What is held on the host, `optimizer` or `param`; a device is under `key` with its part in it, and `inner`."""
+    found = {part: zero.get(key.format(f"offload_{part}")) for part in ("optimizer", "param")}
+    devices = {part: value.get(inner[0]) if inner and value else value for part, value in found.items()}
+    return [part for part, device in devices.items() if str(device or "none") != "none"]
 
 
 _HEADS = {"v_head", "classifier", "score"}  # of a model for scores, which PEFT saves by itself
@@ -441,6 +460,11 @@ def our_reading(found: Foreign) -> Facts:
         "loss": values.get("loss_type") if answers else None,
         "nll": values.get("nll_weight"),
         "seq": seq,
+        "unused": values.get("ddp_find_unused_parameters"),
+        "offloads": _offloads(zero, "{}_device") if isinstance(zero, Mapping) else None,
+        "engine_length": values.get("vllm_max_model_length"),
+        "teacher": values.get("teacher_model_name_or_path") is not None,
+        "labels": values.get("num_labels"),
     }
 
 
