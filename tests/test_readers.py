@@ -582,6 +582,13 @@ def test_what_meets_by_chance_in_a_command_is_read_as_ms_swift_does(
     assert {key: found.values.get(key) for key in read_as} == read_as
 
 
+def test_a_packed_row_of_ms_swift_is_as_long_as_packing_length_says_and_no_note_says_else(tmp_path: Path) -> None:
+    packed = "--packing true --attn_impl flash_attn --packing_length 4096"
+    found = of_script(tmp_path, f"CUDA_VISIBLE_DEVICES=0 swift sft --model m {packed}\n")
+    assert (found.values["max_length"], found.prompt_tokens) == (4096, 4096)
+    assert not any("max_length" in note for note in found.notes)
+
+
 def test_the_json_that_fsdp_of_ms_swift_names_says_how_the_model_is_shared(tmp_path: Path) -> None:
     inner = {"fsdp_version": 2, "reshard_after_forward": False, "activation_cpu_offload": True}
     (tmp_path / "two.json").write_text(json.dumps({"fsdp": "full_shard auto_wrap", "fsdp_config": inner}))

@@ -312,9 +312,7 @@ def _stage_0(draft: Draft) -> None:
             "deepspeed with stage 0 holds float32 copies of all trained weights, which is simulated with stages 1 to 3 "
             "only; omit deepspeed or take zero1"
         )
-    draft.note(
-        "deepspeed with stage 0 is simulated as DDP: a lower bound, by 16-bit copies of the adapters"
-    )
+    draft.note("deepspeed with stage 0 is simulated as DDP: a lower bound, by 16-bit copies of the adapters")
 
 
 def _fsdp_file(given: str, folder: Path) -> Mapping[str, object]:
@@ -507,6 +505,8 @@ def _length(draft: Draft, kind: str) -> int:
                 "max_length is not set, so prompts of 512 tokens stand for the data; --prompt-tokens N says others"
             )
         return length
+    if packing and packed:
+        length = packed
     if length is None:
         length = _USUAL_TOKENS
         draft.note(
@@ -515,11 +515,11 @@ def _length(draft: Draft, kind: str) -> int:
         )
     if kind == "gkd":
         length = swift_tasks.lengthened(draft, length)
-    draft.put("max_length", packed if packing and packed else length)
+    draft.put("max_length", length)
     if packing:
         draft.put("packing", True)
         draft.put("block_diagonal", True, "packing")
-    return packed if packing and packed else length
+    return length
 
 
 def _packed_pairs(draft: Draft, length: int) -> int:
