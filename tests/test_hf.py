@@ -300,11 +300,12 @@ def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model:
     assert losses[-1] < losses[0]
 
 
-def test_freezing_leaves_the_last_layers_to_train(small_model: Path, tmp_path: Path) -> None:
-    more: dict[str, object] = {"trainable_layers": 1, "gradient_checkpointing": True, "dtype": "bfloat16", "bf16": True}
+@pytest.mark.parametrize(("part", "layer"), [("trainable_layers", "1"), ("added_layers", "2")])
+def test_freezing_leaves_the_last_layers_to_train(part: str, layer: str, small_model: Path, tmp_path: Path) -> None:
+    more: dict[str, object] = {part: 1, "gradient_checkpointing": True, "dtype": "bfloat16", "bf16": True}
     trainer = trained(small_model, tmp_path, **more, adapter_dtype="float32")
     kinds = {(name.split(".")[2], p.dtype) for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert kinds == {("1", torch.float32)}
+    assert kinds == {(layer, torch.float32)}
 
 
 def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_them() -> None:

@@ -276,7 +276,7 @@ def test_a_reranker_has_as_many_documents_as_ms_swift_takes_at_most(tmp_path: Pa
 
 
 def test_ranks_that_share_samples_are_read_and_count_once_in_the_batch(tmp_path: Path) -> None:
-    script = SWIFT.replace("--max_length 2048", "--sequence_parallel_size 2 --padding_free true")
+    script = SWIFT.replace("--max_length 2048", "--sequence_parallel_size 2 --padding_free true --attn_impl flash_attn")
     found = of_script(tmp_path, script.replace("NPROC_PER_NODE", "CELOSS_PARALLEL_SIZE=2048 \\\nNPROC_PER_NODE"))
     assert [found.values[key] for key in ("sequence_parallel_size", "loss_chunk")] == [2, 2048]
     paired = script.replace("swift sft", "swift rlhf --rlhf_type dpo").replace("batch_size 1", "batch_size 4")
@@ -304,7 +304,8 @@ def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -
     assert (adapter.values["bottleneck"], adapter.values.get("use_peft")) == (64, None)
     assert of_yaml(tmp_path, {"model": "m", "tuner_type": "reft"}).values["reft_rank"] == 4
     assert of_yaml(tmp_path, {"model": "m", "tuner_type": "longlora"}).values["lora_r"] == 8
-    packed = of_yaml(tmp_path, {"model": "m", "rlhf_type": "dpo", "packing": True, "max_length": 4096}).values
+    packing = {"model": "m", "rlhf_type": "dpo", "packing": True, "attn_impl": "flash_attn"}
+    packed = of_yaml(tmp_path, {**packing, "max_length": 4096}).values
     assert (packed["max_length"], packed.get("packing")) == (2048, None)
     masks = {"llmcompressor": {"recipe": {"a": {"b": {"ConstantPruningModifier": {"start": 0}}}}}}
     assert of_yaml(tmp_path, {**AXO, **masks}).values["pruning_masks"] is True
@@ -370,6 +371,7 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
         ({"resize_vocab": True}, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),  # whole matrices are trained
         ({"resize_vocab": True, "additional_target": "lm_head"}, {"lora_modules_to_save": ["lm_head"]}),
         ({"stage": "dpo", "packing": True, "cutoff_len": 1025}, {"max_length": 1024}),
+        ({"lora_target": "q_proj"}, {"lora_target_modules": [r"(.*\.)?q_proj"]}),
         ({"stage": "kto", "pref_loss": "orpo"}, {"nll_weight": None, "objective": "kto"}),
         ({"lora_alpha": 0, "lora_rank": 4}, {"lora_alpha": 8}),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}},
@@ -400,6 +402,7 @@ def test_what_meets_by_chance_in_a_file_is_read_as_llama_factory_does(
         ({"quantization_device_map": "auto"}, "cannot train"), ({"ref_model_quantization_bit": 3}, "4 or 8"),
         ({"save_strategy": "never"}, "must be one of"),
         ({"stage": "rm", "load_best_model_at_end": True}, "stage rm"),
+        ({"load_best_model_at_end": True}, "evaluation and saving at the same time; got no and steps"),
         ({"stage": "dpo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1}, "pref_loss sigmoid"),
     ],
 )  # fmt: skip
@@ -551,9 +554,101 @@ def test_ms_swift_checkpoints_re_entrantly_but_under_ddp_and_has_no_dropout_in_l
     assert found["lora_dropout"] == dropout
 
 
+@pytest.mark.parametrize(
+    ("before", "more", "read_as"),
+    [
+        ("NPROC_PER_NODE=1", "", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),  # torchrun all the same
+        ("CUDA_VISIBLE_DEVICES=0", "--rlhf_type grpo --reward_funcs f --use_vllm true --vllm_mode colocate "
+         "--gradient_accumulation_steps 8", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ("NPROC_PER_NODE=2", "--deepspeed zero0", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ("NNODES=2", "", {"gradient_accumulation_steps": 8, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ("NPROC_PER_NODE=2", "--ddp_find_unused_parameters true", {"ddp_find_unused_parameters": True}),
+        ("", "--num_labels 2", {"objective": "classify", "num_labels": 2}),
+        ("", "--lora_dtype float16", {"adapter_dtype": "float32"}),
+        ("", "--tuner_type llamapro --torch_dtype float16", {"dtype": "float16", "adapter_dtype": "float32"}),
+        ("", "--modules_to_save all-embedding", {"lora_modules_to_save": list(ms_swift.EMBEDDINGS)}),
+        ("", "--target_modules q_proj", {"lora_target_modules": [r"(.*\.)?q_proj"]}),  # alone, it would be a pattern
+        ("", "--target_regex '.*_proj'", {"lora_target_modules": [".*_proj"]}),
+        ("", "--target_parameters w", {"lora_target_parameters": ["w"], "lora_target_modules": ["all-linear"]}),
+        ("", "--cached_val_dataset a", {"per_device_eval_batch_size": 1}),
+        ("", "--streaming true --max_steps 9 --split_dataset_ratio 0.1", {"per_device_eval_batch_size": None}),
+    ],
+)  # fmt: skip
+def test_what_meets_by_chance_in_a_command_is_read_as_ms_swift_does(
+    before: str, more: str, read_as: dict[str, object], tmp_path: Path
+) -> None:
+    kind = "rlhf" if "rlhf" in more else "sft"
+    found = of_script(tmp_path, f"{before} swift {kind} --model m --max_length 64 {more}\n")
+    assert {key: found.values.get(key) for key in read_as} == read_as
+
+
+def test_a_packed_row_of_ms_swift_is_as_long_as_packing_length_says_and_no_note_says_else(tmp_path: Path) -> None:
+    packed = "--packing true --attn_impl flash_attn --packing_length 4096"
+    found = of_script(tmp_path, f"CUDA_VISIBLE_DEVICES=0 swift sft --model m {packed}\n")
+    assert (found.values["max_length"], found.prompt_tokens) == (4096, 4096)
+    assert not any("max_length" in note for note in found.notes)
+
+
+def test_the_json_that_fsdp_of_ms_swift_names_says_how_the_model_is_shared(tmp_path: Path) -> None:
+    inner = {"fsdp_version": 2, "reshard_after_forward": False, "activation_cpu_offload": True}
+    (tmp_path / "two.json").write_text(json.dumps({"fsdp": "full_shard auto_wrap", "fsdp_config": inner}))
+    found = of_script(tmp_path, "NPROC_PER_NODE=2 swift sft --model m --max_length 64 --fsdp two.json\n")
+    config = found.launch["fsdp_config"]
+    assert isinstance(config, Mapping)
+    assert (config["fsdp_version"], config["fsdp_reshard_after_forward"]) == (2, False)
+    assert any(note.startswith("activation_cpu_offload:") for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "message"),
+    [
+        ("", "--packing true --max_length 64", "packing needs flash attention: attn_impl flash_attn,"),
+        ("", "--attn_impl fa2", "attn_impl must be one of"), ("", "--fp16 true", "bf16 and fp16 cannot both"),
+        ("", "--load_best_model_at_end true", "evaluation and saving at the same time; got no and steps"),
+        ("", "--lora_dropout 2", "lora_dropout must be 0 to 1"), ("", "--num_train_epochs all", "epochs must be"),
+        ("", "--target_modules q_proj,v_proj", "target_modules must be names with spaces"),
+        ("", "--target_modules ALL", "is all-linear today"), ("", "--streaming true", "streaming needs max_steps"),
+        ("", "--cached_dataset a --streaming true --max_steps 9", "cached_dataset cannot be with streaming"),
+        ("", "--tuner_type longlora --model Qwen/Qwen3-4B", "longlora is of Llama models"),
+        ("", "--eval_strategy always", "eval_strategy must be no, steps or epoch"),
+        ("", "--truncation_strategy split", "split is of `swift pt`"),
+        ("", "--rlhf_type dpo --ref_model r", "ref_model is of rlhf_type dpo,"),
+        ("", "--deepspeed zero2 --fsdp fsdp2", "fsdp and deepspeed cannot both"),
+        ("", "--rlhf_type dpo --loss_type kto_pair", "loss_type with rlhf_type dpo must be one of"),
+        ("", "--rlhf_type cpo --padding_free true --attn_impl flash_attn", "padding_free cannot be with rlhf_type cpo"),
+        ("NPROC_PER_NODE=1", "--rlhf_type kto --gradient_accumulation_steps 1", "kto needs 2 samples or more"),
+        ("", "--rlhf_type grpo", "rlhf_type grpo needs reward_funcs or reward_model"),
+        ("", "--rlhf_type grpo --reward_funcs format --use_vllm true", "use_vllm needs vllm_mode"),
+        ("NPROC_PER_NODE=2", "--rlhf_type grpo --reward_funcs format", "a generation of 2 completions must be whole"),
+        ("NPROC_PER_NODE=8", "--rlhf_type grpo --reward_funcs format --split_dataset_ratio 0.1 --num_generations 3",
+         "an evaluation of 8 completions"),
+        ("NPROC_PER_NODE=2", "--rlhf_type grpo --reward_funcs format --generation_batch_size 7",
+         "generation_batch_size must be per_device_train_batch_size x ranks (2)"),
+        ("NPROC_PER_NODE=2", "--rlhf_type grpo --reward_funcs format --use_vllm true --vllm_mode colocate "
+         "--vllm_tensor_parallel_size 4", "vllm_tensor_parallel_size 4 must divide the ranks; got 2"),
+    ],
+)  # fmt: skip
+def test_what_ends_ms_swift_before_its_first_step_is_told_before(
+    before: str, more: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{before} swift {'rlhf' if 'rlhf' in more else 'sft'} --model m {more}\n")
+    assert message in "; ".join(explain(path).wrong)
+
+
+def test_a_reason_with_a_colon_in_it_is_told_whole_of_a_script_of_ms_swift(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("CUDA_VISIBLE_DEVICES=0 swift sft --model m --max_length 64 --optimizer mine\n")
+    assert dict(explain(path).lines)["not simulated"].startswith("optimizer: an optimizer of a plugin")
+    path.write_text("CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=4 swift sft --model m --max_length 64\n")
+    with pytest.raises(ConfigError, match=r"4 ranks .* do not divide 2 visible cards"):
+        read(path)
+
+
 def test_ms_swifts_grpo_is_trls_with_its_own_defaults(tmp_path: Path) -> None:
     text = ("NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model m --use_vllm true --vllm_mode colocate "
-            "--per_device_train_batch_size 2 --deepspeed zero3 --sleep_level 1 --loss_type fipo")  # fmt: skip
+            "--per_device_train_batch_size 2 --deepspeed zero3 --sleep_level 1 --loss_type fipo "
+            "--reward_funcs format")  # fmt: skip
     found = of_script(tmp_path, text)
     assert found.trainer == "grpo"
     assert [found.values[key] for key in ("beta", "num_generations", "max_completion_length")] == [0.04, 8, 512]
@@ -629,6 +724,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "micro_batch_size": None, "micro_batchsize": 3}, "as Axolotl says; write micro_batch_size for 'micro_bat"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "reft_layers": [1]}, "reft is simulated with LoreftIntervention"),
+    ({"model": "m", "tuner_type": "full", "deepspeed": "zero0"}, "stage 0 holds float32 copies of all trained weights"),
     ({"model": "m", "tuner_type": "vera"}, "tuner_type vera is not simulated"),
     ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls"}, "num_labels is missing, and ms-swift needs it"),
     ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "loss_type with task_type embedding must be one"),

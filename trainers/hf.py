@@ -92,7 +92,8 @@ class HfTrainer(SamplesTrainer):
         if training.added_layers is not None and config.model.use_peft:
             raise ConfigError("added_layers are trained alone; omit use_peft or added_layers")
         mixed = training.adapter_dtype not in (None, config.model.dtype)
-        if count is not None and mixed and not (training.bf16 or training.fp16):
+        partly = count is not None or training.added_layers is not None
+        if partly and mixed and not (training.bf16 or training.fp16):
             raise ConfigError(
                 f"layers in {training.adapter_dtype} train beside frozen ones in {config.model.dtype} under autocast "
                 "only; set bf16: true, or adapter_dtype to the same type"

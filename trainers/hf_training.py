@@ -189,7 +189,8 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
         for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # its newer name
             if hasattr(training, name):
                 setattr(training, name, {**(getattr(training, name) or {}), "use_reentrant": False})
-    if training.adapter_dtype is not None and (lora is not None or training.trainable_layers is not None):
+    partly = lora is not None or training.trainable_layers is not None or training.added_layers is not None
+    if training.adapter_dtype is not None and partly:
         dtype = getattr(torch, training.adapter_dtype)
         for parameter in model.parameters():
             if parameter.requires_grad:

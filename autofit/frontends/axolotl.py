@@ -21,6 +21,7 @@ from autofit.frontends.tools import (
     take_evaluation,
     take_optimizer,
     take_quantised,
+    targets,
 )
 
 # core/builders/rl.py. TRL 1.8's KTO, ORPO and CPO make all logits, as `hf` does
@@ -337,7 +338,7 @@ def _adapter(draft: Draft) -> None:
     if linear:
         draft.put("lora_target_modules", ["all-linear"], "lora_target_linear")
     elif isinstance(modules, list | str):
-        draft.put("lora_target_modules", [modules] if isinstance(modules, str) else [str(m) for m in modules])
+        draft.put("lora_target_modules", [modules] if isinstance(modules, str) else targets(list(map(str, modules))))
     if cast is not None and truth(cast) is False:
         draft.put("adapter_dtype", "bfloat16", "peft_autocast_adapter_dtype")
     if kind == "qlora":

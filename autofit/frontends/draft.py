@@ -183,7 +183,7 @@ _MOST_NAMED = 4
 # (engine_workers.py, the end of update_weights).
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _NUMBERS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
-            "seed", "neftune_noise_alpha", "torch_empty_cache_steps")  # fmt: skip
+            "num_train_epochs", "seed", "neftune_noise_alpha", "torch_empty_cache_steps")  # fmt: skip
 _SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing_kwargs")
 
 

@@ -12,11 +12,13 @@ from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, nu
 from autofit.frontends.tools import (
     LLAMA_FACTORY,
     asks_for_evaluation,
+    check_best_model,
     keys_of,
     launch_of,
     take,
     take_evaluation,
     take_quantised,
+    targets,
 )
 
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
@@ -200,6 +202,7 @@ def _check_rules(draft: Draft, stage: str, launch: Mapping[str, object], ranks: 
     for broken, text in rules:
         if broken:
             draft.wrong(text)
+    check_best_model(draft, str(draft.given.get("eval_strategy") or "no"))
 
 
 def _host_experts(draft: Draft) -> None:
@@ -301,7 +304,7 @@ def _lora(draft: Draft) -> None:
     if not 0 <= dropout <= 1:
         draft.wrong(f"lora_dropout must be 0 to 1; got {dropout}")
     draft.put("lora_dropout", dropout)
-    draft.put("lora_target_modules", ["all-linear"] if target == ["all"] else target, "lora_target")
+    draft.put("lora_target_modules", ["all-linear"] if target == ["all"] else targets(target), "lora_target")
     saved = draft.names("additional_target")
     if saved is None and draft.is_on("resize_vocab"):  # adapter.py: the whole matrices are trained, not only new rows
         saved = ["embed_tokens", "lm_head"]

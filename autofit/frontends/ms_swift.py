@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autofit.errors import ConfigError
-from autofit.frontends import sharing, swift_tasks
+from autofit.errors import ConfigError, quoted
+from autofit.frontends import sharing, swift_rules, swift_tasks
 from autofit.frontends.command import (
     UNSURE,
     Command,
@@ -23,8 +23,9 @@ from autofit.frontends.command import (
     visible_cards,
 )
 from autofit.frontends.draft import Draft, Foreign, Saying, number, said
-from autofit.frontends.tools import MS_SWIFT, QUANTISED, keys_of, take, take_evaluation, take_quantised
+from autofit.frontends.tools import MS_SWIFT, QUANTISED, keys_of, take, take_evaluation, take_quantised, targets
 from autofit.recipe.keys import weight_bits
+from autofit.recipe.yaml_file import read_yaml_mapping
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -49,6 +50,9 @@ _ADAPTERS: Mapping[str, Mapping[str, tuple[str, int | float]]] = {
 # Types of tuners that are not PEFT's LoRA; `full` and `lora` are simulated.
 _TUNERS = ("lora", "full", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft", "bone",
            "ia3", "lora_llm", "swift")  # fmt: skip
+_BESIDE = ("llamapro", "adapter", "reft")  # tuners without adapters of PEFT
+_DTYPES = ("float16", "bfloat16", "float32")
+EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings")  # of transformers' causal models
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 _PLAIN = {"zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
           "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
@@ -67,6 +71,7 @@ _ZERO: Mapping[str, Mapping[str, object]] = {  # swift/config: what its names me
         "zero3_offload": {"stage": 3, "offload_optimizer": _ON_HOST, "offload_param": _ON_HOST, **_AUTO},
     }.items()
 }  # fmt: skip
+_BY_TORCHRUN = frozenset(("NPROC_PER_NODE", "NNODES"))  # variables with which `swift` starts torchrun (cli/main.py)
 NOT_STARTED = "no `swift sft`, `swift pt` or `swift rlhf` is started in it, so it does not train"
 _FSDP2 = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
           "cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT",
@@ -134,6 +139,8 @@ def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str
     Raises ConfigError where a rank would have several cards, over which ms-swift splits the model.
     """
     told = told_ranks(command.words, config, environment)
+    if told is None and "NNODES" in environment and command.words[0] == "swift":
+        told = "1", environment["NNODES"]  # torchrun's own ranks of a node
     cards = visible_cards(environment)
     if told is None and command.words[0] in ("accelerate", "deepspeed"):
         return cards if cards and cards > 1 else None
@@ -145,6 +152,8 @@ def _ranks(command: Command, environment: Mapping[str, str], config: Mapping[str
     if told is None:
         return 1 if cards else None
     each = ranks_in((told[0], 1))
+    if cards and each and cards % each and command.words[0] == "swift":  # utils/env.py, is_mp
+        raise ConfigError(f"ms-swift ends there: {each} ranks (NPROC_PER_NODE) do not divide {cards} visible cards")
     if cards and each and cards >= 2 * each:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES names {cards} cards for {each} ranks, so ms-swift splits the model of each "
@@ -200,16 +209,24 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
     if kind in _NAMED_BY and kind != "seq_cls":
         swift_tasks.task(draft, kind, environment)
     length = _length(draft, kind)
-    _checkpointing(draft, is_replicated=(ranks or 1) > 1 and not launch)
+    # GRPO with vLLM is a rank of one where nothing started several (rlhf_args.py, _init_grpo)
+    started = (
+        (ranks or 1) > 1 or not _BY_TORCHRUN.isdisjoint(environment) or (kind == "grpo" and draft.says("use_vllm"))
+    )
+    if draft.says("deepspeed") and not launch:
+        _stage_0(draft)
+    elif (ranks or 1) > 1 and not launch:
+        draft.put("ddp_find_unused_parameters", draft.truth("ddp_find_unused_parameters", None))
+    _checkpointing(draft, is_replicated=started and not launch and not draft.says("deepspeed"))
     sharded = launch.get("fsdp_config")
     if isinstance(sharded, Mapping) and sharded.get("fsdp_activation_checkpointing"):  # sft_args.py: FSDP's own alone
         draft.put("gradient_checkpointing", False, "fsdp")
         draft.fixed.add("gradient_checkpointing")
     _others(draft, kind)
     take(draft)
-    often = draft.given.get("eval_strategy") or draft.given.get("save_strategy")  # sft_args.py, _init_eval_strategy
-    if often != "no" and (draft.says("val_dataset") or (number(draft.given.get("split_dataset_ratio")) or 0) > 0):
+    if swift_rules.evaluates(draft):
         take_evaluation(draft, trainer, usual=1)
+    swift_rules.check(draft, kind, ranks)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     strict = not draft.is_on("ignore_args_error")
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)
@@ -232,8 +249,12 @@ def _kind(draft: Draft) -> str:
     draft.check_model(draft.given.get("model"))
     command = draft.text(TYPE)
     rlhf = draft.text("rlhf_type", "dpo" if command == "rlhf" else None)
+    if command in ("sft", "pt") and rlhf is not None:
+        draft.wrong(f"rlhf_type is of `swift rlhf`, not of `swift {command}`")
     if task == "seq_cls" and rlhf is None and draft.given.get("num_labels") is None:
         raise ConfigError("num_labels is missing, and ms-swift needs it with task_type seq_cls")
+    if task is None and rlhf is None and draft.given.get("num_labels") is not None:  # model_meta.py
+        return "seq_cls"
     if task in _NAMED_BY and rlhf is None:  # a head for scores, or none, and no logits of words
         return task
     if rlhf is None:
@@ -263,15 +284,46 @@ def _ray_ranks(draft: Draft, told: int | None) -> int | None:
 
 
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
+    if draft.says("deepspeed") and draft.says("fsdp"):
+        draft.wrong("fsdp and deepspeed cannot both be given")
     if draft.says("deepspeed"):
         return sharing.zero(draft.given["deepspeed"], folder, _ZERO)
     config = draft.mapping("fsdp_config")
     if draft.given.get("fsdp") == "fsdp2":
         draft.raw("fsdp")
         return sharing.fsdp(True, _FSDP2)
-    if draft.says("fsdp"):
-        return sharing.fsdp(draft.given["fsdp"], config)
-    return {}
+    if not draft.says("fsdp"):
+        return {}
+    if "fsdp_config" not in draft.given:  # else it is an accelerate config's
+        given = draft.given["fsdp"]
+        content = given if isinstance(given, Mapping) else _fsdp_file(str(given), folder)
+        inner = content.get("fsdp_config")
+        config = inner if isinstance(inner, Mapping) else {}
+        if config.get("activation_cpu_offload"):
+            draft.note("activation_cpu_offload: the hidden states stay on the card here: an upper bound")
+        return sharing.fsdp(content.get("fsdp", "full_shard auto_wrap"), config, 2)
+    return sharing.fsdp(draft.given["fsdp"], config)
+
+
+def _stage_0(draft: Draft) -> None:
+    """DeepSpeed without sharding, with its float32 copies of trained weights. Raises ConfigError for a whole model."""
+    if not draft.values.get("use_peft"):
+        raise ConfigError(
+            "deepspeed with stage 0 holds float32 copies of all trained weights, which is simulated with stages 1 to 3 "
+            "only; omit deepspeed or take zero1"
+        )
+    draft.note("deepspeed with stage 0 is simulated as DDP: a lower bound, by 16-bit copies of the adapters")
+
+
+def _fsdp_file(given: str, folder: Path) -> Mapping[str, object]:
+    """The JSON that `fsdp` names. Raises ConfigError."""
+    try:
+        path = sharing.near(given, folder, otherwise=sharing.OTHERWISE)
+    except sharing.UnreadFileError:
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"fsdp is fsdp2 or a JSON file with fsdp_config in it: {error}") from error
+    return read_yaml_mapping(path, what="file")
 
 
 def _batch(draft: Draft, kind: str, ranks: int | None) -> None:
@@ -287,7 +339,7 @@ def _batch(draft: Draft, kind: str, ranks: int | None) -> None:
 
 def _dtype(draft: Draft) -> None:
     """What weights are held in: torch_dtype, without float32 masters (model_args.py, _init_mixed_precision)."""
-    dtype = draft.text("torch_dtype", choices=("bfloat16", "float16", "float32"))
+    dtype = draft.text("torch_dtype", choices=_DTYPES)
     if dtype is None:
         dtype = "bfloat16"
         draft.note("torch_dtype is the model's own where it is not set, taken as bfloat16")
@@ -305,7 +357,7 @@ def _tuner(draft: Draft) -> None:
     if "-fp8" in model:
         raise ConfigError("a model quantised with FP8 is not simulated; quant_method bnb is")
     quantised = next((method for method in QUANTISED if f"-{method}" in model), None)
-    if quantised and kind in ("full", "llamapro", "adapter", "reft"):
+    if quantised and kind in ("full", *_BESIDE):
         raise ConfigError(f"a model quantised with {quantised.upper()} needs an adapter; set tuner_type: lora")
     if kind not in ("lora", "full", "llamapro", "adapter", "longlora", "reft", *_ADAPTERS):
         raise ConfigError(
@@ -321,8 +373,10 @@ def _tuner(draft: Draft) -> None:
     nested, table = draft.is_on("bnb_4bit_use_double_quant", True), draft.text("bnb_4bit_quant_type", "nf4")
     storage = draft.text("bnb_4bit_quant_storage")
     lora = {key: draft.whole(key, usual) for key, usual in (("lora_rank", 8), ("lora_alpha", 32))}
-    dropout, modules = draft.number("lora_dropout", 0.05), draft.names("target_modules", "all-linear")
-    saved, cast = draft.names("modules_to_save"), draft.text("lora_dtype")
+    dropout, modules = draft.number("lora_dropout", 0.05), _by_name(draft, "target_modules", "all-linear")
+    pattern = draft.text("target_regex")
+    draft.ignore(("target_parameters",))
+    saved, cast = _by_name(draft, "modules_to_save"), draft.text("lora_dtype", choices=_DTYPES)
     dora, stable = draft.is_on("use_dora"), draft.is_on("use_rslora")
     if quantizer is None or bits != 4:
         draft.defaults.pop("bnb_4bit_use_double_quant", None)
@@ -345,11 +399,13 @@ def _tuner(draft: Draft) -> None:
         _beside_layers(draft, kind)
     elif layers := draft.whole("lisa_activated_layers", least=0):
         _lisa(draft, layers)
-    if kind in ("full", "llamapro", "adapter", "reft"):
+    if kind in ("full", *_BESIDE):
         for key in ("lora_rank", "lora_alpha", "lora_dropout", "target_modules"):
             draft.defaults.pop(key, None)
         return
     draft.put("use_peft", True, "tuner_type")
+    if dropout is not None and not 0 <= dropout <= 1:
+        draft.wrong(f"lora_dropout must be 0 to 1; got {dropout}")
     if kind in _ADAPTERS:
         if "objective" not in draft.values:
             raise ConfigError(f"tuner_type {kind} with rlhf_type grpo is not simulated; lora is")
@@ -363,12 +419,36 @@ def _tuner(draft: Draft) -> None:
     draft.put("lora_r", lora["lora_rank"], "lora_rank")
     draft.put("lora_alpha", lora["lora_alpha"])
     draft.put("lora_dropout", dropout)
-    draft.put("lora_target_modules", modules, "target_modules")
+    if pattern is not None:
+        draft.put("lora_target_modules", [pattern], "target_regex")
+    elif modules is not None:
+        draft.put("lora_target_modules", targets(modules), "target_modules")
+    draft.put("lora_target_parameters", draft.names("target_parameters"), "target_parameters")
     draft.put("lora_modules_to_save", saved, "modules_to_save")
     draft.put("use_dora", dora or None)
     draft.put("use_rslora", stable or None)
+    if cast == "float16":  # tuner.py casts trained weights in float16, which a scaler of gradients does not take
+        cast = "float32"
     if "objective" in draft.values:
         draft.put("adapter_dtype", cast or "float32", "lora_dtype")
+    elif cast == "bfloat16":
+        draft.note("lora_dtype bfloat16: adapters in float32 are simulated: an upper bound")
+
+
+def _by_name(draft: Draft, key: str, usual: str | None = None) -> list[str] | None:
+    """Names of modules, with those of embeddings in place of `all-embedding` (tuner.py, get_target_modules)."""
+    names = draft.names(key, usual)
+    if names is None:
+        return None
+    if draft.given.get("tuner_type") in ("full", *_BESIDE):
+        return names  # without effect
+    if "," in str(draft.given.get(key)) and not isinstance(draft.given.get(key), list):
+        draft.wrong(f"{key} must be names with spaces between them; got {quoted(draft.given[key])}")
+    if names == ["ALL"]:
+        draft.wrong(f"{key} ALL, of ms-swift 2, is all-linear today")
+    if "all-norm" in names or (len(names) > 1 and "all-linear" in names):
+        raise ConfigError(f"{key} {' '.join(names)} is not simulated; write the modules' own names")
+    return [name for each in names for name in (EMBEDDINGS if each == "all-embedding" else (each,))]
 
 
 def _lisa(draft: Draft, layers: int) -> None:
@@ -403,6 +483,8 @@ def _llamapro(draft: Draft) -> None:
     if weight_bits(draft.values) or "objective" not in draft.values:
         raise ConfigError("tuner_type llamapro is not simulated with quant_method or rlhf_type grpo")
     draft.put("added_layers", blocks, "llamapro_num_new_blocks")
+    if draft.values["dtype"] == "float16":  # tuner.py casts trained weights
+        draft.put("adapter_dtype", "float32", "tuner_type")
     draft.fixed.update(("use_peft", "load_in_4bit", "load_in_8bit"))
 
 
@@ -410,8 +492,10 @@ def _length(draft: Draft, kind: str) -> int:
     """Tokens of the sample that stands for the data."""
     length, packed = draft.whole("max_length"), draft.whole("packing_length")
     packing = draft.is_on("packing")
+    if packing and length is None and packed is None:
+        raise ConfigError("packing fills rows to the model's own limit where max_length is not set; set one")
     if packing and kind == "dpo":
-        return _packed_pairs(draft, packed or length)
+        return _packed_pairs(draft, packed or length or 0)
     if packing and kind not in ("sft", "pt", "gkd"):
         raise ConfigError(f"packing with {_NAMED_BY.get(kind, 'rlhf_type')} {kind} is not simulated; omit it")
     if kind == "grpo":
@@ -421,6 +505,8 @@ def _length(draft: Draft, kind: str) -> int:
                 "max_length is not set, so prompts of 512 tokens stand for the data; --prompt-tokens N says others"
             )
         return length
+    if packing and packed:
+        length = packed
     if length is None:
         length = _USUAL_TOKENS
         draft.note(
@@ -429,17 +515,15 @@ def _length(draft: Draft, kind: str) -> int:
         )
     if kind == "gkd":
         length = swift_tasks.lengthened(draft, length)
-    draft.put("max_length", packed if packing and packed else length)
+    draft.put("max_length", length)
     if packing:
         draft.put("packing", True)
         draft.put("block_diagonal", True, "packing")
-    return packed if packing and packed else length
+    return length
 
 
-def _packed_pairs(draft: Draft, length: int | None) -> int:
+def _packed_pairs(draft: Draft, length: int) -> int:
     """Tokens of each answer of the one pair that stands for a packed row of `length` tokens."""
-    if length is None:
-        raise ConfigError("packing with rlhf_type dpo is simulated with max_length or packing_length; set one")
     half = max(1, length // 2)
     draft.put("max_length", half)
     draft.fixed.add("max_length")

@@ -213,7 +213,8 @@ def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explan
         training = _named(MS_SWIFT.name, path, lambda: ms_swift.training(text, folder=folder))
         ranks = training.ranks if ranks is None else ranks
         return _with_recipe(
-            tools.explain(MS_SWIFT, training.values, ranks=ranks), lambda: ms_swift.of_script(text, folder=folder)
+            tools.explain(MS_SWIFT, training.values, ranks=ranks),
+            lambda: _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks)),
         )
     found, unread = verl.overrides(text)
     found = dict(verl.on_gpus(found, ranks))

@@ -6,6 +6,7 @@ Read at LLaMA-Factory ff6d4d12, Axolotl 067b021c and ms-swift 3602360a. No torch
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -244,6 +245,11 @@ def take_optimizer(draft: Draft, key: str, usual: str) -> None:
     draft.put("optim", name, key)
 
 
+def targets(names: list[str]) -> list[str]:
+    """Modules with adapters as a recipe of TRL has them, which reads a name that is alone as a pattern of a path."""
+    return [rf"(.*\.)?{re.escape(names[0])}"] if len(names) == 1 and names != ["all-linear"] else names
+
+
 # -- evaluation within a training: how many samples at once ------------------------------------------------------------
 
 _SAMPLES = "per_device_eval_batch_size"
@@ -266,6 +272,16 @@ def take_evaluation(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: i
         return
     draft.values["eval_strategy"] = "epoch"  # whenever it is, it takes the same
     draft.put(_SAMPLES, samples, key)
+
+
+def check_best_model(draft: Draft, evaluated: str) -> None:
+    """Tell that no best model can be known, which transformers' TrainingArguments end with; evaluation is `evaluated`.
+
+    The strategies of evaluation and saving must be the same.
+    """
+    saved = str(draft.given.get("save_strategy") or "steps")
+    if draft.says("load_best_model_at_end") and saved not in ("best", evaluated):
+        draft.wrong(f"load_best_model_at_end needs evaluation and saving at the same time; got {evaluated} and {saved}")
 
 
 # -- DeepSpeed's files that LLaMA-Factory and Axolotl ship ------------------------------------------------------------

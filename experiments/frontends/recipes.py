@@ -195,7 +195,13 @@ def batch(foreign: Foreign) -> int:
 def round_trips(path: Path, foreign: Foreign) -> Counter[str]:
     """How many changes were written into the file and read again as meant. A change without a key is left out."""
     counts: Counter[str] = Counter()
-    for changes in ({}, *CHANGES):
+    batch, *others = CHANGES
+    if foreign.trainer == "grpo":  # whole groups again
+        kept = {"per_device_train_batch_size"} if "generation_batch_size" in foreign.values else set()
+        batch = {
+            key: int(str(foreign.values[key])) * int(str(value)) for key, value in batch.items() if key not in kept
+        }
+    for changes in ({}, batch, *others):
         said = {key: value for key, value in changes.items() if key in foreign.values and can_say(foreign, key, value)}
         if changes and not said:
             continue
@@ -205,10 +211,10 @@ def round_trips(path: Path, foreign: Foreign) -> Counter[str]:
             counts["wrong"] += 1
             print(path, said, error)
             continue
-        others = {**foreign.values, **said}
-        counts["the same" if again is not None and dict(again.values) == others else "wrong"] += 1
-        if again is None or dict(again.values) != others:
-            print(path, said, {k for k in others if again is None or again.values.get(k) != others[k]})
+        meant = {**foreign.values, **said}
+        counts["the same" if again is not None and dict(again.values) == meant else "wrong"] += 1
+        if again is None or dict(again.values) != meant:
+            print(path, said, {k for k in meant if again is None or again.values.get(k) != meant[k]})
     return counts
 
 
