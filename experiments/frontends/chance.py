@@ -141,6 +141,7 @@ class Drawn:
 
 
 TOOLS = {  # the module with a `TOOL`, imported only when it is asked for
+    "axolotl": "experiments.frontends.drawn_axolotl",
     "llama-factory": "experiments.frontends.drawn_llama_factory",
     "ms-swift": "experiments.frontends.drawn_ms_swift",
 }
