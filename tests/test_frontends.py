@@ -104,6 +104,7 @@ def test_a_reference_or_lora_is_told_only_where_verl_makes_one() -> None:
             "7 must divide the 160 samples .*; verl ends after the first rollout; 5, 8, 10 work|4, 5, 8, 10 work",
         ),
         ({"log_prob_micro_batch_size_per_gpu": 7}, "rollout.log_prob_micro_batch_size_per_gpu 7 must divide the 640"),
+        ({"lora_rank": 1024}, "above vLLM's largest, 512"),
         ({"ppo_mini_batch_size": 300, "n": 1}, "= 300 must be a multiple of the 8 data-parallel ranks"),
         ({"ppo_mini_batch_size": 304}, "train_batch_size 1,024 must be a multiple of ppo_mini_batch_size 304"),
         ({"tensor_model_parallel_size": 3}, "engine of 3 GPUs .*must divide the 8 GPUs; verl ends when the workers"),

@@ -266,6 +266,22 @@ def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
                    "data-parallel rank; verl ends after the first rollout")  # fmt: skip
 
 
+_VLLMS_RANK = 512  # the largest (workers/rollout/vllm_rollout/utils.py)
+
+
+def largest_rank(config: VerlConfig) -> Iterator[str]:
+    """Why vLLM does not take the adapters."""
+    model = "actor_rollout_ref.model"
+    rank = config.whole(f"{model}.lora.rank") or config.whole(f"{model}.lora_rank") or 0
+    named = str(config.said.get(f"{ROLLOUT}.name", "vllm"))
+    if rank > _VLLMS_RANK and named == "vllm" and not config.is_on(f"{model}.lora.merge"):
+        yield f"lora_rank {rank} is above vLLM's largest, {_VLLMS_RANK}; verl refuses it at the start"
+
+
+def _ranks(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    yield from largest_rank(config)
+
+
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -314,5 +330,5 @@ def _misspelt(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
-    _misspelt, _at_start, _late, uneven, _aggregation, _baseline, _sequence_parallel, _fused, critic_rules,
+    _misspelt, _at_start, _late, uneven, _ranks, _aggregation, _baseline, _sequence_parallel, _fused, critic_rules,
 )  # fmt: skip

@@ -138,7 +138,7 @@ def own_reading(folder: Path) -> Callable[[Path, int | None], Facts]:
         words = next(iter(commands(path.read_text()))).words[3:]
         with initialize_config_dir(str(folder / "verl/trainer/config"), version_base=None):
             config = compose("ppo_trainer", overrides=list(words))
-        refers, judges = need_reference_policy(config), need_critic(config)
+        refers, judges = bool(need_reference_policy(config)), need_critic(config)
         validate_config(config, refers, judges)
         parts = config.actor_rollout_ref
         actor, rollout = omega_conf_to_dataclass(parts.actor), omega_conf_to_dataclass(parts.rollout)
