@@ -31,6 +31,9 @@ AXO: dict[str, object] = {
     "base_model": "Qwen/Qwen3-4B", "datasets": [{"path": "a", "type": "alpaca"}], "micro_batch_size": 2,
     "gradient_accumulation_steps": 4, "sequence_len": 2000, "optimizer": "adamw_8bit", "learning_rate": "2e-5",
 }  # fmt: skip
+AXO_LORA: dict[str, object] = {
+    **AXO, "adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True,
+}  # fmt: skip
 VERL_SCRIPT = """python3 -m verl.trainer.main_ppo data.train_batch_size=64 data.max_prompt_length=512 \\
     data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \\
     actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
@@ -198,7 +201,7 @@ def test_axolotls_qat_is_torchaos_with_its_own_groups(tmp_path: Path) -> None:
     ("file", "compute"),
     [
         ({**LLAMA, "model_name_or_path": "TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ"}, "bfloat16"),
-        ({**AXO, "adapter": "lora", "lora_r": 8, "gptq": True, "bf16": False, "float16": True}, "float16"),
+        ({**AXO_LORA, "gptq": True, "bf16": False, "float16": True}, "float16"),
         ({"model": "Qwen/Qwen2.5-7B-Instruct-AWQ", "tuner_type": "lora", "torch_dtype": "bfloat16"}, "bfloat16"),
     ],
 )
@@ -220,7 +223,7 @@ LOSSES: list[tuple[dict[str, object], dict[str, object]]] = [  # (a file, its lo
      {"objective": "simpo", "float32_logits": True, "simpo_gamma": 0.5, "nll_weight": None}),
     ({**LLAMA, "finetuning_type": "full", "use_asft_loss": True, "asft_alpha": 0.05},  # train/sft/trainer.py
      {"objective": "asft", "beta": 0.05, "dtype": "float32"}),
-    ({**AXO, "rl": "kto", "rl_beta": 0.5},  # core/builders/rl.py
+    ({**AXO, "rl": "kto", "rl_beta": 0.5, "remove_unused_columns": False},  # core/builders/rl.py
      {"objective": "kto", "beta": 0.5, "keeps_logits": True, "float32_logits": None, "max_length": 2000}),
     ({**AXO, "process_reward_model": True, "num_labels": 2},  # core/trainers/trl.py
      {"objective": "label_tokens", "num_labels": 2, "pad_to_multiple_of": 64}),
@@ -283,7 +286,8 @@ def test_ranks_that_share_samples_are_read_and_count_once_in_the_batch(tmp_path:
     half = of_script(tmp_path, paired)  # whole samples of as many tokens
     assert half.values["per_device_train_batch_size"] == 2
     assert not can_say(half, "per_device_train_batch_size", 1)
-    ring = of_yaml(tmp_path, {**AXO, "sample_packing": True, "context_parallel_size": 4, "dp_shard_size": 2})
+    ring = of_yaml(tmp_path, {**AXO, "sample_packing": True, "micro_batch_size": 1, "context_parallel_size": 4,
+                              "dp_shard_size": 2})  # fmt: skip
     assert (ring.ranks, ring.values["sequence_parallel_size"], ring.values["sequence_parallel"]) == (8, 4, "gathered")
 
 
@@ -312,7 +316,7 @@ def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -
     assert of_yaml(tmp_path, {**AXO, "use_onebitllms": True}).values["qat"] == {"weight_dtype": "ternary"}
     dealt = {"plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 4}
     assert of_yaml(tmp_path, {**AXO, **dealt}).ranks == 4
-    texts = {"rl": "ebft", "ebft": {"mode": "strided", "stride": 4}, "adapter": "lora", "lora_r": 8}
+    texts = {"rl": "ebft", "ebft": {"mode": "strided", "stride": 4}}
     whole = of_yaml(tmp_path, {**AXO, **texts})
     assert (whole.trainer, whole.values["objective"], whole.values["ebft"]) == ("hf", "ebft", {"stride": 4})
     assert (whole.values["pad_to_max_length"], whole.values["attn_implementation"]) == (True, "flex_attention")
@@ -447,7 +451,7 @@ def test_axolotl_holds_weights_in_bfloat16_and_fills_packed_rows_to_a_multiple_o
     assert (found.trainer, found.values["dtype"], found.values["bf16"]) == ("hf", "bfloat16", True)
     assert found.values["max_length"] == 2048  # 2,000 rounded up
     assert [found.values[key] for key in ("packing", "block_diagonal", "pad_to_max_length")] == [True, True, True]
-    assert found.values["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert found.values["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
     assert found.defaults["bf16"] == "auto"
     plain = of_yaml(tmp_path, AXO).values
     assert (plain["max_length"], plain["pad_to_multiple_of"], plain["gradient_checkpointing"]) == (2000, 64, False)
@@ -470,8 +474,70 @@ def test_axolotls_accumulation_may_follow_from_its_batch_size(
     assert of_yaml(tmp_path, {**AXO, **changed}).values["gradient_accumulation_steps"] == steps
 
 
+def test_axolotls_batch_size_has_no_effect_beside_its_default_accumulation_of_one(tmp_path: Path) -> None:
+    values = {key: value for key, value in AXO.items() if key != "gradient_accumulation_steps"}
+    found = of_yaml(tmp_path, {**values, "batch_size": 12})
+    assert found.values["gradient_accumulation_steps"] == 1
+    assert any(note.startswith("batch_size 12 has no effect") for note in found.notes)
+    assert not can_say(found, "gradient_accumulation_steps", 2)  # beside batch_size Axolotl refuses it
+    told = dict(explain(tmp_path / "run.yaml").lines)
+    assert "gradient_accumulation_steps 1 (the default)" in told["effective batch"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "read_as"),
+    [
+        ({"gradient_checkpointing": "offload"}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"gradient_checkpointing": True, "rl": "dpo"}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ({"gradient_checkpointing": True, "unfrozen_parameters": ["lm_head"]},
+         {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ({"val_set_size": 0.1, "evals_per_epoch": 1}, {"eval_strategy": None}),  # once in a training is never
+        ({"val_set_size": 0.1, "evals_per_epoch": 1, "num_epochs": 3}, {"eval_strategy": "epoch"}),
+    ],
+)  # fmt: skip
+def test_what_meets_by_chance_in_a_file_is_read_as_axolotl_does(
+    changed: dict[str, object], read_as: dict[str, object], tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, {**AXO, **changed})
+    assert {key: found.values.get(key) for key in read_as} == read_as
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"load_in_4bit": True}, "need adapter"), ({"bf16": "full"}, "bf16 must be true, false or auto"),
+        ({"attn_implementation": "fa2"}, "attn_implementation must be one of"),
+        ({"lr_scheduler": "cos"}, "lr_scheduler"),
+        ({"attn_implementation": "sdpa", "flash_attention": True}, "cannot both be set"),
+        ({"adapter": "lora", "lora_r": 8, "lora_target_linear": True}, "lora_alpha is missing"),
+        ({"adapter": "lora", "lora_r": 8, "lora_alpha": 8}, "PEFT adapts nothing"),
+        ({**AXO_LORA, "lora_dropout": 2}, "0 to 1"), ({**AXO_LORA, "load_in_8bit": True,
+         "lora_o_kernel": True}, "8bit"),
+        ({**AXO_LORA, "adapter": "qlora", "load_in_8bit": True}, "in 8 bits"),
+        ({"neftune_noise_alpha": 0}, "more than 0"),
+        ({"eval_steps": 5, "evals_per_epoch": 1}, "cannot both be set"),
+        ({"fsdp": ["full_shard"]}, "needs fsdp_config"),
+        ({"sample_packing": True, "rl": "dpo"}, "sample_packing and rl"), ({"rl": "kto"}, "remove_unused_columns"),
+        ({"unsloth_lora_o": True}, "no longer"), ({"save_strategy": "best"}, "metric_for_best_model"),
+        ({"eval_steps": 5, "val_set_size": 0}, "more than 0"), ({"rl": "simpo", "warmup_ratio": 0.1}, "warmup_steps"),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, "adamw_torch_8bit"),
+        ({"rl": "grpo", "trl": {"num_generations": 3}}, "8 completions"), ({"dpo_loss_type": ["ipo"]}, "need rl: dpo"),
+        ({"rl": "grpo", "trl": {"num_generations": 1}}, "2 or more"),
+        ({"liger_cross_entropy": True, "cut_cross_entropy": True}, "cannot both be set"),
+        ({"unfrozen_parameters": ["a"],
+         "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant: false"),
+    ],
+)  # fmt: skip
+def test_what_ends_axolotl_before_its_first_step_is_told_before(
+    changed: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**AXO, **changed}))
+    assert message in "; ".join(explain(path).wrong)
+
+
 def test_axolotl_hands_preferences_and_grpo_on_to_trls_own_trainers(tmp_path: Path) -> None:
-    dpo = of_yaml(tmp_path, {**AXO, "rl": "dpo", "rl_beta": 0.3, "adapter": "lora", "lora_r": 16})
+    dpo = of_yaml(tmp_path, {**AXO_LORA, "rl": "dpo", "rl_beta": 0.3})
     assert (dpo.trainer, dpo.values["beta"], dpo.values["max_length"]) == ("dpo", 0.3, 2000)
     inner = {"num_generations": 4, "max_completion_length": 64, "beta": 0.01}
     grpo = of_yaml(tmp_path, {**AXO, "rl": "grpo", "trl": inner})
@@ -491,7 +557,9 @@ def test_axolotls_cut_cross_entropy_is_the_loss_over_samples(
 def test_axolotls_fsdp_is_a_launch_and_an_unknown_key_is_named_as_ignored(tmp_path: Path) -> None:
     config = {"offload_params": True, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT",
               "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}  # fmt: skip
-    found = of_yaml(tmp_path, {**AXO, "fsdp_version": 2, "fsdp_config": config, "micro_batchsize": 3})
+    found = of_yaml(
+        tmp_path, {**AXO, "optimizer": "sgd", "fsdp_version": 2, "fsdp_config": config, "micro_batchsize": 3}
+    )
     inner = found.launch["fsdp_config"]
     assert isinstance(inner, dict)
     assert (inner["fsdp_version"], inner["fsdp_offload_params"]) == (2, True)
@@ -718,7 +786,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "rl": "ebft", "ebft": {"mode": "strided"}, "deepspeed": {"zero_optimization": {"stage": 2}}},
      "simulated on one GPU or with DDP"),
     ({**AXO, "qat": {"weight_dtype": "nvfp4"}}, "qat with weight_dtype nvfp4 ends with an error"),
-    ({**AXO, "qat": {"weight_dtype": "int4"}, "adapter": "lora", "lora_r": 8}, "qat is simulated where all weights"),
+    ({**AXO_LORA, "qat": {"weight_dtype": "int4"}}, "qat is simulated where all weights"),
     ({**AXO, "tensor_parallel_size": 2}, "tensor_parallel_size:"), ({**AXO, "adapter": "lora"}, "lora_r is missing"),
     ({**AXO, "gradient_accumulation_steps": None}, "at least two of micro_batch_size"),
     ({**AXO, "micro_batch_size": None, "micro_batchsize": 3}, "as Axolotl says; write micro_batch_size for 'micro_bat"),
@@ -830,7 +898,11 @@ def test_changes_are_written_in_the_users_keys_and_comments_and_layout_stay(tmp_
         (LLAMA, {"cutoff_len": 1024, "per_device_train_batch_size": 2}, {"max_length": 1024, "pad_to_multiple_of": 8}),
         (LLAMA, {"lora_rank": 4}, {"lora_r": 4, "lora_alpha": 8}),  # alpha follows from the rank there
         (AXO, {"micro_batch_size": 4, "sequence_len": 1024}, {"per_device_train_batch_size": 4, "max_length": 1024}),
-        (AXO, {"adapter": "lora", "lora_r": 8}, {"use_peft": True, "lora_r": 8}),  # neither is valid alone
+        (
+            AXO,
+            {"adapter": "lora", "lora_r": 8, "lora_alpha": 9, "lora_target_linear": True},
+            {"use_peft": True, "lora_r": 8},
+        ),  # none is valid alone
         ({**AXO, "rl": "grpo"}, {"trl.max_completion_length": 99}, {"max_completion_length": 99}),
         ({"model": "m", "tuner_type": "lora"}, {"lora_rank": 32}, {"lora_r": 32}),
     ],
@@ -919,6 +991,8 @@ def test_a_change_of_a_script_is_in_its_own_training_and_its_own_words(tmp_path:
         (LLAMA, {"load_in_4bit": True, "use_liger_kernel": True}, {"quantization_bit": 4, "enable_liger_kernel": True}),
         ({**AXO, "gradient_accumulation_steps": None, "batch_size": 12}, {"per_device_train_batch_size": 3,
          "gradient_accumulation_steps": 4}, {"micro_batch_size": 3, "batch_size": 12}),
+        ({**AXO, "val_set_size": 0.1, "eval_steps": 9}, {"per_device_train_batch_size": 1},
+         {"micro_batch_size": 1, "eval_batch_size": 2}),  # as many are evaluated as before
         (AXO, {"use_liger_kernel": True}, {"plugins": ["axolotl.integrations.liger.LigerPlugin"],
          "liger_fused_linear_cross_entropy": True}),
         ({"model": "m", "tuner_type": "full"}, {"dtype": "float32", "attn_implementation": "sdpa"},

@@ -381,8 +381,8 @@ SWIFTS = "swift sft --model Qwen/Qwen3-4B --torch_dtype bfloat16 --max_length 64
          "algorithm.adv_estimator=grpo trainer.n_gpus_per_node=2 actor_rollout_ref.actor.use_dynamic_bsz=True "
          "actor_rollout_ref.actor.ppo_mini_batch_size=256", "verl", 2),
         ("%%writefile a.yaml\nbase_model: Qwen/Qwen3-4B\nmicro_batch_size: 2\nsequence_len: 64\nadapter: lora\n"
-         "lora_r: 8\nlora_target_linear: true\ngradient_accumulation_steps: 1\ndatasets: [{path: a, type: alpaca}]",
-         "hf", None),
+         "lora_r: 8\nlora_alpha: 8\nlora_target_linear: true\ngradient_accumulation_steps: 1\n"
+         "datasets: [{path: a, type: alpaca}]", "hf", None),
         ("# trl sft --config this.yaml\nmodel_name_or_path: Qwen/Qwen3-4B\nmax_length: 64\n", None, None),
         ("%%writefile a.yaml\nbase_model: Qwen/Qwen3-4B\nmicro_batch_size: 2\nsequence_len: 64\nval_set_size: 0.1\n"
          "gradient_accumulation_steps: 1\ndatasets: [{path: a, type: alpaca}]", "hf", None),

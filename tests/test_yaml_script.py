@@ -25,6 +25,8 @@ bf16: true
 AXO = """base_model: Qwen/Qwen3-4B
 adapter: lora
 lora_r: 16
+lora_alpha: 16
+lora_target_linear: true
 sequence_len: 2048
 micro_batch_size: 2
 gradient_accumulation_steps: 4

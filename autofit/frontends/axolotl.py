@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from autofit.errors import ConfigError, quoted
-from autofit.frontends import sharing
+from autofit.errors import ConfigError, nearest, quoted
+from autofit.frontends import axolotl_rules, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said, truth
 from autofit.frontends.tools import (
     AXOLOTL,
@@ -34,6 +34,12 @@ _MULTIPLE = 64  # of tokens, to which core/builders/causal.py pads
 _FLAGS = {"xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
           "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager"}  # fmt: skip
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# transformers' SchedulerType, and Axolotl's own two
+_SCHEDULERS = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+    "one_cycle", "rex",
+)  # fmt: skip
 _SAME = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
          "seed", "neftune_noise_alpha", "torch_empty_cache_steps", "trust_remote_code")  # fmt: skip
 _GRPO = ("max_completion_length", "use_vllm", "vllm_mode", "generation_batch_size", "num_generations",
@@ -55,6 +61,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
 
 def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     trainer = _trainer(draft)
+    axolotl_rules.check(draft, ranks)
     draft.put("model_name_or_path", draft.text("base_model"), "base_model")
     objective = str(draft.given.get("rl") or "sft")
     strided = objective == "ebft" and trainer == "hf"
@@ -98,7 +105,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     if not launch and not draft.given.get("rl"):  # causal.py: DDP looks for unused parameters where it is asked to
         draft.put("ddp_find_unused_parameters", draft.is_on("ddp_find_unused_parameters"))
     draft.put("num_train_epochs", draft.number("num_epochs"), "num_epochs")
-    scheduler = draft.text("lr_scheduler")
+    scheduler = draft.text("lr_scheduler", choices=_SCHEDULERS)
     draft.put("lr_scheduler_type", None if scheduler in ("one_cycle", "rex") else scheduler, "lr_scheduler")
     if trainer == "grpo":
         _grpo(draft)
@@ -124,7 +131,9 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
 
 def _evaluates(draft: Draft) -> bool:
     """Whether the training evaluates: it has samples for it, and a time (_configure_save_and_eval_strategy)."""
-    often = draft.says("eval_steps") or draft.says("evals_per_epoch") or asks_for_evaluation(draft)
+    times = number(draft.given.get("evals_per_epoch")) or 0.0  # in the whole training they must be 2 or more
+    whole = times * (number(draft.given.get("num_epochs", 1.0)) or 0.0)
+    often = draft.says("eval_steps") or (draft.says("evals_per_epoch") and whole > 1) or asks_for_evaluation(draft)
     return often and (draft.says("val_set_size") or draft.says("test_datasets"))
 
 
@@ -206,6 +215,14 @@ def _batch(draft: Draft) -> None:
     steps, total = draft.whole("gradient_accumulation_steps"), draft.whole("batch_size")
     if steps is not None and total is not None:
         draft.wrong("only one of gradient_accumulation_steps and batch_size can be set, as Axolotl says")
+    if steps is None and total is not None and "gradient_accumulation_steps" not in draft.given:
+        # the schema's own default is 1, and normalize_config divides only where there is none (training.py)
+        draft.note(
+            f"batch_size {total} has no effect: Axolotl takes its default of gradient_accumulation_steps, 1; "
+            "`gradient_accumulation_steps:` with no value beside batch_size makes it count"
+        )
+        draft.fixed.add("gradient_accumulation_steps")
+        total = None
     if steps is None and total is not None:
         steps = total // micro
         if steps < 1:
@@ -270,14 +287,22 @@ def _ranks(draft: Draft, sharers: int) -> int | None:
 def _attention(draft: Draft) -> bool:
     """Set the attention; whether it makes Axolotl cast embeddings and norms back to 16 bits (enums.py)."""
     name = draft.text("attn_implementation")
+    given = name
     for flag, meant in _FLAGS.items():
-        if draft.is_on(flag) and name is None:
+        if draft.is_on(flag) and given is not None:
+            draft.wrong(f"attn_implementation and {flag} cannot both be set, as Axolotl says")
+        elif draft.is_on(flag) and name is None:
             name = meant
             draft.keys["attn_implementation"] = flag
     if name is None:
         return False
     if name in _ATTENTION:
         draft.put("attn_implementation", name)
+    elif "/" not in name and name not in (*_FLAGS.values(), "fp8"):
+        draft.wrong(
+            f"attn_implementation must be one of {', '.join((*_ATTENTION, 'xformers', 'sage', 'fp8'))}; got "
+            f"{quoted(name)}{nearest(name, _ATTENTION)}"
+        )
     elif "flash-attn" in name:
         draft.put("attn_implementation", "flash_attention_2")
     else:
@@ -291,13 +316,13 @@ def _dtype(draft: Draft, *, kept: bool) -> None:
     fp16, old = draft.is_on("fp16"), draft.is_on("bfloat16")
     half, single = draft.is_on("float16"), draft.is_on("float32")
     automatic = str(given).lower() == "auto" and not fp16
-    bf16 = automatic or str(given).lower() == "full" or truth(given) is True
-    if truth(given) is None and str(given).lower() not in ("auto", "full"):
-        draft.wrong(f"bf16 must be true, false, auto or full; got {quoted(given)}")
+    bf16 = automatic or truth(given) is True
+    if truth(given) is None and str(given).lower() != "auto":  # "full" is in its code, and its schema refuses it
+        draft.wrong(f"bf16 must be true, false or auto; got {quoted(given)}")
     eight = draft.given.get("load_in_8bit") is True
     dtype = "bfloat16" if bf16 or old else "float16" if fp16 or half or eight else "float32"
     draft.put("dtype", dtype, "bf16")
-    draft.put("bf16", (bf16 or old) and str(given).lower() != "full", "bf16")
+    draft.put("bf16", bf16 or old, "bf16")
     if fp16 and not bf16:
         draft.put("fp16", True)
     adapted = draft.given.get("adapter") is not None
@@ -320,11 +345,13 @@ def _adapter(draft: Draft) -> None:
     if kind is None:
         if draft.is_on("gptq"):
             raise ConfigError("gptq needs adapter: lora, because quantised weights get no gradient")
-        if four or eight:
-            draft.note("load_in_4bit and load_in_8bit have no effect without an adapter: Axolotl trains all weights")
         return
     if draft.given.get("lora_r") is None:
         draft.wrong(f"lora_r is missing, and Axolotl has no default for it with adapter: {kind}")
+    if draft.given.get("lora_alpha") is None:
+        draft.wrong(f"lora_alpha is missing, and Axolotl has no default for it with adapter: {kind}")
+    if not (linear or modules or parameters) and draft.given.get("lora_model_dir") is None:
+        draft.wrong("lora_target_linear, lora_target_modules or lora_target_parameters is missing: PEFT adapts nothing")
     if kind == "qlora" and not four:
         draft.wrong("adapter: qlora needs load_in_4bit: true, as Axolotl says")
     draft.put("use_peft", True, "adapter")
@@ -401,9 +428,12 @@ def _checkpoints(draft: Draft) -> None:
     if given is not None and not on and truth(given) is not False:
         draft.wrong(f"gradient_checkpointing must be true, false, offload or offload_disk; got {quoted(given)}")
     draft.put("gradient_checkpointing", on)
-    draft.put("gradient_checkpointing_kwargs", dict(kwargs) or {"use_reentrant": False})
+    # normalize_config: re-entrant where nothing is said, but in losses over answers and beside frozen parts
+    again = not (draft.given.get("rl") or draft.given.get("unfrozen_parameters") or moved == "hidden_states")
+    usual = {"use_reentrant": again}
+    draft.put("gradient_checkpointing_kwargs", dict(kwargs) or usual)
     if on and not kwargs:
-        draft.defaults["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        draft.defaults["gradient_checkpointing_kwargs"] = usual
     if offload:
         draft.note(
             "activation_offloading: activations in host memory are not simulated; gradient checkpointing is, in their "
@@ -460,6 +490,8 @@ def _plugins(draft: Draft) -> None:
         if effect:
             draft.note(effect)
         if name == "CutCrossEntropyPlugin" and draft.is_on("cut_cross_entropy", True):
+            if draft.values["dtype"] == "float32":
+                draft.wrong("cut_cross_entropy needs bf16 or fp16, as Axolotl says")
             _cut_cross_entropy(draft)
     _liger(draft)
 
@@ -541,13 +573,15 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of Axolotl: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
     of_batch = foreign.keys.get("gradient_accumulation_steps") == "batch_size"
     micro = {**foreign.values, **changes}.get("per_device_train_batch_size")
+    # evaluation takes as many as training where the file does not say: its own number stays
+    kept = {"eval_batch_size": foreign.defaults["eval_batch_size"]} if "eval_batch_size" in foreign.defaults else {}
     own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "dtype", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal",
                          "pad_to_max_length", "bnb_4bit_quant_storage", "average_tokens_across_devices",
                          "bnb_4bit_quant_type", "use_bnb_nested_quant", "reward_funcs",
                          "keeps_logits", "cut_cross_entropy", "sequence_parallel",
                          "mask_token", "ebft")),
-        "per_device_train_batch_size": "micro_batch_size",
+        "per_device_train_batch_size": lambda value: {"micro_batch_size": value, **kept},
         "attn_implementation": lambda value: {
             foreign.keys["attn_implementation"]: None, "attn_implementation": value
         } if foreign.keys.get("attn_implementation") in _FLAGS else {"attn_implementation": value},
@@ -574,7 +608,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     elif of_batch and "per_device_train_batch_size" in changes:
         steps = foreign.values["gradient_accumulation_steps"]
         own["per_device_train_batch_size"] = lambda value: {
-            "micro_batch_size": value, "batch_size": _product(value, steps)
+            "micro_batch_size": value, "batch_size": _product(value, steps), **kept
         }  # fmt: skip
     return said(foreign, changes, own)
 

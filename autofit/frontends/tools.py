@@ -142,7 +142,7 @@ def _accumulation(
     if given is not None:
         return _whole(given), f"{_ACCUMULATION} {given}"
     total = _whole(values.get("batch_size"))
-    if tool is AXOLOTL and total is not None:  # utils/config/__init__.py, normalize_config
+    if tool is AXOLOTL and total is not None and _ACCUMULATION in values:  # set to nothing: normalize_config divides
         return total // micro, f"{total // micro}, from batch_size {total}"
     if tool is MS_SWIFT and values.get("rlhf_type") != "grpo":  # swift/trainers/arguments.py, line 283
         if ranks is None:

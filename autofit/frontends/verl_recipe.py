@@ -26,7 +26,7 @@ from autofit.frontends.verl import (
     sequence_parallel,
     typos,
 )
-from autofit.frontends.verl_rules import critic_values, has_critic, older_micro, sharded_head
+from autofit.frontends.verl_rules import critic_values, has_critic, largest_rank, older_micro, sharded_head, uneven
 from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config
 from autofit.recipe import catalogue
 
@@ -195,6 +195,8 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
                 f"{path} must be set, to a whole number, or {A}.use_dynamic_bsz to True; verl refuses it at the start"
             )
         sizes[key] = config.whole(path)
+    if refused := next(uneven(config, batch), None):
+        raise ConfigError(refused)
     return sizes
 
 
@@ -251,6 +253,7 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
             f"distillation.distillation_loss.loss_mode to one of {', '.join(_OF_ONE_TOKEN)}"
         )
     yield from sharded_head(config)
+    yield from largest_rank(config)
     yield from _unshared(config)
     if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
         yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"

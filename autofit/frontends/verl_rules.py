@@ -13,6 +13,7 @@ from autofit.frontends.verl import (
     MODEL_PATH,
     REF,
     ROLLOUT,
+    UNSURE,
     Batch,
     VerlConfig,
     batch_of,
@@ -248,6 +249,48 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "rollout.log_prob_use_dynamic_bsz must equal actor.use_dynamic_bsz; verl ends when the workers start"
 
 
+def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    """Micro-batches of a pass without gradients that do not divide a rank's samples (engine/utils.py, line 125)."""
+    if config.is_on(f"{ACTOR}.use_dynamic_bsz"):
+        return
+    reference = config.is_on(f"{ACTOR}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
+    adapters = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
+    bypassed = config.is_on("algorithm.rollout_correction.bypass_mode")  # no pass of the actor's own
+    sections = [ROLLOUT] if not bypassed or (reference and adapters) else []
+    for section in [*sections, REF] if reference and not adapters else sections:
+        micro = config.whole(f"{section}.log_prob_micro_batch_size_per_gpu")
+        shards = max(1, batch.gpus // sequence_parallel(config, REF if section == REF else ACTOR))
+        if micro is not None and batch.generation % shards == 0 and batch.generation // shards % micro:
+            key = f"{section.removeprefix('actor_rollout_ref.')}.log_prob_micro_batch_size_per_gpu"
+            yield (f"{key} {micro} must divide the {batch.generation // shards:,} samples of a generation on a "
+                   "data-parallel rank; verl ends after the first rollout")  # fmt: skip
+
+
+_VLLMS_RANK = 512  # the largest (workers/rollout/vllm_rollout/utils.py)
+
+
+def largest_rank(config: VerlConfig) -> Iterator[str]:
+    """Why vLLM does not take the adapters."""
+    model = "actor_rollout_ref.model"
+    rank = config.whole(f"{model}.lora.rank") or config.whole(f"{model}.lora_rank") or 0
+    named = str(config.said.get(f"{ROLLOUT}.name", "vllm"))
+    if rank > _VLLMS_RANK and named == "vllm" and not config.is_on(f"{model}.lora.merge"):
+        yield f"lora_rank {rank} is above vLLM's largest, {_VLLMS_RANK}; verl refuses it at the start"
+
+
+def _ranks(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    yield from largest_rank(config)
+
+
+_AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def _aggregation(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    mode = config.said.get(f"{ACTOR}.loss_agg_mode", _AGGREGATIONS[0])
+    if mode not in (*_AGGREGATIONS, UNSURE):  # workers/config/actor.py
+        yield f"actor.loss_agg_mode must be one of {', '.join(_AGGREGATIONS)}; got {mode}; verl refuses it"
+
+
 def _baseline(config: VerlConfig, batch: Batch) -> Iterator[str]:
     """ppo/ray_trainer.py, line 265; the trainer v1 does not compute what it asks for."""
     estimator = str(config.value("algorithm.adv_estimator"))
@@ -287,5 +330,5 @@ def _misspelt(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
-    _misspelt, _at_start, _late, _baseline, _sequence_parallel, _fused, critic_rules,
+    _misspelt, _at_start, _late, uneven, _ranks, _aggregation, _baseline, _sequence_parallel, _fused, critic_rules,
 )  # fmt: skip

@@ -141,8 +141,10 @@ class Drawn:
 
 
 TOOLS = {  # the module with a `TOOL`, imported only when it is asked for
+    "axolotl": "experiments.frontends.drawn_axolotl",
     "llama-factory": "experiments.frontends.drawn_llama_factory",
     "ms-swift": "experiments.frontends.drawn_ms_swift",
+    "verl": "experiments.frontends.drawn_verl",
 }
 
 
@@ -169,8 +171,8 @@ def of_ours(facts: Callable[[Foreign], Facts], path: Path, ranks: int | None) ->
         if NOT_SIMULATED in dict(explained.lines):
             return None, f"{NOT_SIMULATED}: {dict(explained.lines)[NOT_SIMULATED]}"
         found = read(path, ranks=ranks)
-    except ConfigError as error:
-        return None, f"wrong: {error}"
+    except ConfigError as error:  # explain says nothing of verl's recipe
+        return None, f"{NOT_SIMULATED if NOT_SIMULATED in str(error) else 'wrong'}: {error}"
     assert found is not None, path
     return facts(found), ""
 

@@ -40,7 +40,7 @@ STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$TOLD"\nprintf "
 TRAINS = re.compile(r"\bswift\s+(?:sft|pt|rlhf)\b|swift/cli/(?:sft|pt|rlhf)\.py")
 # What a file of each tool has that trains on text: others infer, export, or configure a launcher.
 OWN = {"LLaMA-Factory": "stage", "Axolotl": "base_model"}
-ENDS = re.compile(r"ends with an error in|got '<[\w-]+>'")  # a reason for which the tool itself does not train the file
+ENDS = re.compile(r"ends with an error in|as Axolotl says|got '<[\w-]+>'")  # why the tool itself does not train it
 SEES = "images, video or sound"  # in the reason for which a file of a model that sees or hears is refused
 CHANGES: tuple[Mapping[str, object], ...] = (
     {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
@@ -72,7 +72,7 @@ def batch_of_yaml(path: Path, tool: str) -> int:
     if tool == "LLaMA-Factory":
         return int(values.get("per_device_train_batch_size", 8)) * int(values.get("gradient_accumulation_steps", 1))
     micro = int(values["micro_batch_size"])
-    steps = values.get("gradient_accumulation_steps") or int(values["batch_size"]) // micro
+    steps = values.get("gradient_accumulation_steps", 1) or int(values["batch_size"]) // micro  # its schema's default
     return micro * int(steps)
 
 
@@ -208,7 +208,7 @@ def round_trips(path: Path, foreign: Foreign) -> Counter[str]:
         try:
             again = read(path, text=written(path, said))
         except ConfigError as error:
-            counts["wrong"] += 1
+            counts["refused, as the tool would" if ENDS.search(str(error)) else "wrong"] += 1
             print(path, said, error)
             continue
         meant = {**foreign.values, **said}
