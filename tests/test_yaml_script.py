@@ -173,6 +173,7 @@ def test_a_file_that_the_tool_ships_is_known_where_it_is_not_here(
     config = found.launch.get("deepspeed_config", {})
     assert isinstance(config, dict)
     assert (config.get("zero_stage"), config.get("offload_optimizer_device")) == (stage, offloads)
+    assert ("a lower bound" in str(found.notes)) == (stage is None)  # stage 0 is no DDP
     assert f"{name} is not here: the file of that name that LLaMA-Factory ships is taken for it" in " ".join(
         found.notes
     )

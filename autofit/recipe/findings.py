@@ -181,6 +181,17 @@ def _whole_base(asked: StatedLaunch) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _unsharded(asked: StatedLaunch) -> Iterator[Finding]:
+    """DeepSpeed without ZeRO, which is no DDP (deepspeed 0.19, runtime/engine.py, _do_optimizer_sanity_check)."""
+    if asked.config.get("distributed_type") == "DEEPSPEED" and asked.section("deepspeed_config").get("zero_stage") == 0:
+        yield Finding(
+            severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero_stage"),
+            what="stage 0 shards nothing, and DeepSpeed holds float32 copies of trained 16-bit weights, which are not "
+                 "counted: it is simulated as DDP",
+            fix="take zero_stage: 1, or --accelerate_config multi_gpu",
+        )  # fmt: skip
+
+
 def _gathered(asked: StatedLaunch) -> Iterator[Finding]:
     """ZeRO-3 where it saves least: TRL gathers the weights to generate, and LoRA leaves little else to shard."""
     if asked.launch.sharding != "zero3" or asked.recipe.weights_bytes is None:
@@ -285,7 +296,7 @@ def _computed(asked: StatedLaunch) -> str:
     return dtype if dtype in _FLOATS else "bfloat16"
 
 
-CHECKS = (_wrapped, _loading, _whole_base, _gathered, _reference, _between_syncs, quantised)
+CHECKS = (_wrapped, _loading, _whole_base, _unsharded, _gathered, _reference, _between_syncs, quantised)
 
 
 # -- settings that a training fails with once they come together, though each works by itself -------------------------
