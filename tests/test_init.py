@@ -7,7 +7,7 @@ import yaml
 
 from autofit.cli import main
 from autofit.errors import ConfigError
-from autofit.recipe.profile import TRAINERS, profile, recipe_text, trainer_of
+from autofit.recipe.profile import TRAINERS, profile, recipe_text, told_by_columns, trainer_of
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -64,7 +64,9 @@ def test_the_columns_of_a_recipes_dataset_say_its_trainer_where_keys_do_not(
     line: str, keys: dict[str, object], trainer: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.jsonl").write_text(line + "\n")
-    assert trainer_of({"dataset_name": str(tmp_path / "a.jsonl"), **keys}, None) == trainer
+    values = {"dataset_name": str(tmp_path / "a.jsonl"), **keys}
+    assert trainer_of(values, None) == trainer
+    assert told_by_columns(values) == (trainer == "sft")  # the others by their keys, or as the usual one
 
 
 def test_columns_that_two_trainers_take_are_told_with_both(tmp_path: Path) -> None:

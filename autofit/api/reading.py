@@ -17,6 +17,7 @@ from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer, server_for
 from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
+from autofit.recipe.profile import told_by_columns
 from autofit.recipe.recipe import Recipe
 from autofit.recipe.yaml_file import Source, Stated
 from autofit.space.knob import QUANTIZATION, space_knobs
@@ -56,7 +57,11 @@ def read_recipe(
         raise ConfigError(
             f"{source.what}: its longest sample must have at most {MOST_PROMPT_TOKENS:,} tokens; got {tokens:,}"
         )
-    named = trainer_for({**source.values, **(changes or {})}, trainer or source.trainer)
+    given, asked = {**source.values, **(changes or {})}, trainer or source.trainer
+    named = trainer_for(given, asked)
+    if asked is None and told_by_columns(given):
+        note = f"the trainer is {named}, by the columns of {given['dataset_name']}"
+        source = replace(source, notes=(*source.notes, note))
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         with still_at(f"reading {source.what} with its dataset and model", say):

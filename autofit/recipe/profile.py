@@ -142,6 +142,14 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
     return possible[0]
 
 
+def told_by_columns(values: Mapping[str, object]) -> bool:
+    """Whether the columns of the dataset, and not the keys of the recipe, say its trainer."""
+    try:
+        return trainer_of({k: v for k, v in values.items() if k != "dataset_name"}, None) != trainer_of(values, None)
+    except SeveralTrainersError:
+        return True
+
+
 MODEL = "Qwen/Qwen3-1.7B"
 _MOST_OF_A_LINE = 2**20  # characters
 _NO_GUESS = "the trainer cannot be told from the columns"
