@@ -185,7 +185,8 @@ def nodes(slurm: Cluster, libraries: Path, tmp_path: Path) -> Executor:
     for node, card in cards.items():  # two each: Slurm gives a job the first or the second
         (home / node).write_text("".join(replace(card, uuid=f"{card.uuid}-{place}").line for place in range(2)))
     (home / "processes").write_text("".join(f"GPU-1-{place} {os.getpid()} 5000\n" for place in range(2)))
-    setup = (f"export LD_LIBRARY_PATH={libraries} FAKE_CARDS={home}/$SLURMD_NODENAME FAKE_PROCESSES={home}/processes",)
+    setup = (f"export LD_LIBRARY_PATH={libraries} FAKE_CARDS={home}/$SLURMD_NODENAME FAKE_PROCESSES={home}/processes",
+             f"export TORCH_EXTENSIONS_DIR={home}/built")  # fmt: skip
     return executor_of({"kind": "slurm", "gpus_per_node": "1", "mem": "500M", "time": "10", "setup": setup,
                         "probes_per_job": 4})  # fmt: skip
 

@@ -1082,7 +1082,7 @@ def test_a_search_answers_in_the_users_keys_and_promote_writes_the_users_own_fil
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {**AXO, "base_model": str(write_model(tmp_path / "model")), "sequence_len": 32, "adapter": "lora",
-              "lora_r": 4, "optimizer": "adamw_torch"}  # fmt: skip
+              "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "optimizer": "adamw_torch"}  # fmt: skip
     text = "# mine\n" + yaml.safe_dump(values)
     (tmp_path / "mine.yaml").write_text(text)
     at = ["--dir", str(tmp_path / "studies")]
