@@ -1,6 +1,7 @@
 """`autofit init`: a recipe that TRL takes, for the model and the data that were named."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -67,6 +68,21 @@ def test_the_columns_of_a_recipes_dataset_say_its_trainer_where_keys_do_not(
     values = {"dataset_name": str(tmp_path / "a.jsonl"), **keys}
     assert trainer_of(values, None) == trainer
     assert told_by_columns(values) == (trainer == "sft")  # the others by their keys, or as the usual one
+
+
+@pytest.mark.parametrize("name", [f"{'a' * 5000}.jsonl", "a\0.csv", ".", "gone.json", ["a.jsonl"], None])
+def test_a_dataset_that_is_no_file_here_says_nothing(name: object) -> None:
+    assert trainer_of({"dataset_name": name}, None) == TRAINERS[0]
+
+
+def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text("x" * 200_000 + "\n")  # longer than a field of csv may be
+    assert trainer_of({"dataset_name": str(tmp_path / "a.csv")}, None) == TRAINERS[0]
+    (tmp_path / "a.json").write_text('{"a":' * 100_000)
+    assert trainer_of({"dataset_name": str(tmp_path / "a.json")}, None) == TRAINERS[0]
+    (tmp_path / "a.jsonl").write_text('{"messages": 1}')
+    monkeypatch.setattr(Path, "open", mock.Mock(side_effect=PermissionError))
+    assert trainer_of({"dataset_name": str(tmp_path / "a.jsonl")}, None) == TRAINERS[0]
 
 
 def test_columns_that_two_trainers_take_are_told_with_both(tmp_path: Path) -> None:

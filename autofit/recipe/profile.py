@@ -6,6 +6,7 @@ compares the table of keys, by which a recipe tells its trainer, with TRL's own 
 
 import csv
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -182,19 +183,22 @@ def _fitting(columns: set[str], *, among: Iterable[TrainerName]) -> list[Trainer
 
 
 def _columns(path: Path) -> set[str]:
-    """The columns of a JSONL, JSON or CSV file; none for another file."""
-    if not path.is_file() or path.suffix not in (".jsonl", ".json", ".csv"):
+    """The columns of a JSONL, JSON or CSV file; none for another file, or one that cannot be read."""
+    if path.suffix not in (".jsonl", ".json", ".csv") or not os.path.isfile(path):  # no fault where a name is too long
         return set()
-    with path.open(encoding="utf-8", errors="replace") as file:
-        if path.suffix == ".csv":
-            return set(next(csv.reader(islice(file, 1)), []))
-        return _keys(file.readline(_MOST_OF_A_LINE).strip().removeprefix("[").rstrip(","))
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            if path.suffix == ".csv":
+                return set(next(csv.reader(islice(file, 1)), []))
+            return _keys(file.readline(_MOST_OF_A_LINE).strip().removeprefix("[").rstrip(","))
+    except (OSError, csv.Error):
+        return set()
 
 
 def _keys(text: str) -> set[str]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return set()
     return set(_texts(found)) if isinstance(found, dict) else set()
 
