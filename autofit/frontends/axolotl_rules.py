@@ -5,7 +5,7 @@ Read at 067b021c. No torch here.
 
 from collections.abc import Mapping
 
-from autofit.frontends.draft import Draft, number, truth
+from autofit.frontends.draft import Draft, is_set, number, truth
 
 # Pairs of keys that cannot both be set.
 _NOT_BOTH = (
@@ -31,7 +31,7 @@ _OVER_ANSWERS = ("dpo", "kto", "orpo", "ipo")
 
 def check(draft: Draft, ranks: int | None) -> None:
     """Keep what Axolotl does not take together on `ranks` ranks, where these are known, to be told with the rest."""
-    on = {key: _is_set(value) for key, value in draft.given.items()}
+    on = {key: is_set(value) for key, value in draft.given.items()}
     for one, other in _NOT_BOTH:
         if on.get(one) and on.get(other):
             draft.wrong(f"{one} and {other} cannot both be set, as Axolotl says")
@@ -50,10 +50,6 @@ def check(draft: Draft, ranks: int | None) -> None:
     _adapters(draft.given, on, draft)
     _sharing(draft.given, on, draft)
     _answers(draft.given, on, draft, ranks or 1)
-
-
-def _is_set(value: object) -> bool:
-    return value not in (None, "", 0, [], {}) and truth(value) is not False
 
 
 def _strategies(given: Mapping[str, object], on: Mapping[str, bool], draft: Draft) -> None:

@@ -291,8 +291,7 @@ class Draft:
     def says(self, key: str) -> bool:
         """Whether the file turns `key` on or sets it to something; nothing, false, 0, "" and [] do not."""
         self._read.add(key)
-        given = self.given.get(key)
-        return truth(given) is not False and given not in (None, "", 0, [], {})
+        return is_set(self.given.get(key))
 
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
@@ -406,6 +405,11 @@ def number(given: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
+
+
+def is_set(given: object) -> bool:
+    """Whether a value turns something on or sets it; nothing, false, 0, "", [] and {} do not."""
+    return truth(given) is not False and given not in (None, "", 0, [], {})
 
 
 def truth(given: object) -> bool | None:
