@@ -186,7 +186,9 @@ def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little(
     assert capsys.readouterr().out == f"{typed}\n", "a command has its own names"
     (line,) = advice_lines(none, grpo_recipe(), over, CARD.capacity_bytes)
     assert told(line, str) == f"{typed}."
-    assert check(over, replace(none, closest=MEND)).advised[0] == "no change was found"
+    late = check(over, replace(none, closest=MEND)).advised
+    more = "not every change was tried in the time for advice; give more, such as advice_time='2m'"
+    assert [str(line) for line in late] == ["no change was found", more]
 
 
 def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:

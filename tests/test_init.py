@@ -85,6 +85,15 @@ def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path, monkeypatch: py
     assert trainer_of({"dataset_name": str(tmp_path / "a.jsonl")}, None) == TRAINERS[0]
 
 
+def test_data_for_kto_is_not_taken_for_sft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b", "label": true}\n')
+    assert main(["init", "--dataset", str(path)]) == 2
+    assert "has the columns of KTO" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="max_length may belong to a recipe of sft or dpo or reward"):
+        trainer_of({"dataset_name": str(path), "max_length": 64}, None)
+
+
 def test_columns_that_two_trainers_take_are_told_with_both(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"chosen": "b", "rejected": "c"}\n')

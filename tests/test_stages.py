@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -38,8 +39,8 @@ def test_the_end_of_a_run_names_mlflow_only_where_it_has_the_runs(
     monkeypatch.chdir(tmp_path)
     stage = StageResult(name="sft", trainer="sft", status="done", what="trained", final={"output_dir": "out"})
     monkeypatch.setattr(api, "run", lambda *_, **__: PipelineResult(name="p", stages=(stage,)))
-    Path("p.yaml").write_text("stages: {sft: {values: {}}}")
-    assert main(["run", "p.yaml", *option]) == 0
+    Path("p.yaml").write_text("stages: {sft: {values: {model_name_or_path: m, packing: true}}}")
+    assert main(["run", "p.yaml", "--device", "cpu", *option]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"the model is in {stage.model_path}{said}"
 
 
@@ -92,6 +93,45 @@ def test_a_variable_keeps_its_type_and_changes_are_laid_over_the_file() -> None:
 def test_what_is_wrong_with_a_file_is_one_clear_error(content: Mapping[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_pipeline(content)
+
+
+def test_a_wrong_key_is_told_with_the_valid_ones_and_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"no key 'zzz'; it takes trainer, recipe, .*; for example stages: \{sft: "):
+        of(a={"values": {}, "zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "a pipeline trains on a CUDA card"),
+        (["--plan", "--gpu", "h100"], "stage a: the recipe.*unknown key 'packin'.*; stage b: .*unknown key 'beat'"),
+    ],
+)
+def test_a_wrong_recipe_or_device_is_told_before_the_imports_of_seconds(
+    given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autofit.hardware.hardware.gpus", lambda: ())
+    monkeypatch.setattr(api, "run", None)
+    stages = {"a": {"values": {"model_name_or_path": "m", "packin": True}, "trainer": "sft"},
+              "b": {"values": {"model_name_or_path": "m", "beat": True}, "trainer": "dpo"}}  # fmt: skip
+    Path("p.yaml").write_text(json.dumps({"stages": stages}))
+    assert main(["run", "p.yaml", *given]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    begun = tmp_path / "autofit-studies" / "pipelines" / "p.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text("{}")
+    with pytest.raises(TypeError):  # what is begun may be done: the API looks
+        main(["run", "p.yaml", *given])
+
+
+def test_a_stage_says_the_length_of_made_up_samples_for_a_plan_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = of(a={"values": {}, "trainer": "grpo", "prompt_tokens": 300})
+    for given, tokens in (({"gpu": "h100"}, 300), ({"device": "cpu"}, None)):
+        about = Knowledge.of(found, tmp_path, given, search=True)
+        assert about.options(found.stage("a")).get("prompt_tokens") == tokens
 
 
 def test_everything_wrong_is_in_one_message() -> None:

@@ -147,9 +147,7 @@ def without_tokens(values: Mapping[str, object]) -> dict[str, object]:
 
 def not_a_list(name: str) -> str:
     """Why `reward_funcs: name` is refused: TRL reads a text as a list of its letters."""
-    return (
-        f"reward_funcs must be a list, of which TRL takes each; got {quoted(name)}; write reward_funcs: [{name[:60]}]"
-    )
+    return f"reward_funcs must be a list of names; got the text {quoted(name)}; write reward_funcs: [{name[:60]}]"
 
 
 class OutOfReachError(ConfigError):

@@ -12,8 +12,7 @@ from autofit.api.planning import Request, make_plan
 from autofit.api.reading import drop, fork_server
 from autofit.api.searching import search
 from autofit.errors import ConfigError, Option, option
-from autofit.hardware.hardware import gpus
-from autofit.hardware.nvml import why_none
+from autofit.hardware.hardware import training_device
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer
 from autofit.promotion.run_folder import RunFolder
@@ -110,15 +109,9 @@ class Knowledge:
         found: dict[str, Any] = {**stage.options, **self.given}
         if "gpu" in self.given:  # a plan for a card elsewhere
             found["device"] = "sim"
-        elif found.get("device", "auto") == "auto":
-            if not gpus():
-                raise ConfigError(
-                    f"a pipeline trains on a CUDA card, and {why_none()}; give {option('device', 'cpu')} to train on "
-                    f"the CPU, or --plan {option('gpu', 'NAME')} for what would happen on a card elsewhere"
-                )
-            found["device"] = "cuda"
-        elif found["device"] == "sim":
-            raise ConfigError("a pipeline trains, so its device must be cpu or cuda; got sim: use `autofit search`")
+        else:
+            found["device"] = training_device(str(found.get("device", "auto")))
+            found.pop("prompt_tokens", None)  # of made-up samples: a training has its dataset
         if not self.is_searched(stage):
             found |= {"trials": 1, "confirm": False, "advice": False}
         return found

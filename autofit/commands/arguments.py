@@ -55,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
             (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
             hint = nearest(no_command[1], list(nested.choices))
             message = f"there is no command {no_command[1]!r}"
-        raise ConfigError(f"{without_secrets(message)}{hint}; see `{self.prog} --help`")
+        raise ConfigError(f"{without_secrets(message)}{hint}; see `{self._asked()} --help`")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """As argparse prints helps and the version, but what cannot be written raises OSError."""
@@ -63,13 +63,32 @@ class _Parser(argparse.ArgumentParser):
         sys.stdout.flush()
 
     def _options(self) -> list[str]:
-        """The options of this parser and of its commands."""
-        nested = [p for a in self._actions if isinstance(a, argparse._SubParsersAction) for p in a.choices.values()]
-        return [s for parser in (self, *nested) for a in parser._actions for s in a.option_strings]
+        """The options that this parser takes."""
+        return [s for a in self._actions for s in a.option_strings]
+
+    def _asked(self) -> str:
+        """The command whose help says more."""
+        return self.prog
 
 
 class _Top(_Parser):
-    """The parser above the commands: its help has them by task."""
+    """The parser above the commands: its help has them by task. What a command leaves over is an error of this one."""
+
+    _command: _Parser | None = None  # the one that was given
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        self._command = nested.choices.get(found.command)
+        return found, unknown
+
+    def _options(self) -> list[str]:
+        return super()._options() if self._command is None else self._command._options()
+
+    def _asked(self) -> str:
+        return self.prog if self._command is None else self._command.prog
 
     def format_help(self) -> str:
         (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]

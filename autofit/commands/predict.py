@@ -119,7 +119,7 @@ def fit_check(options: argparse.Namespace) -> int:
     if sought and not made and not options.json:
         show_lines(["no smaller micro-batch was found with which it fits, with checkpoints of activations or without"])
         if time.monotonic() > until:
-            show_lines(["not every change was tried in the time for advice (--advice-time)"])
+            show_lines(["not every change was tried in the time for advice; give more, such as --advice-time 2m"])
     if options.json:
         print(json.dumps(found.to_dict() | {"offers": [offer.to_dict() for offer in made]}))
     return DONE if found.fits else NOTHING_FITS

@@ -247,9 +247,38 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
+def _look_at_stages(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a key, a value or a device of a pipeline that is told before imports of seconds.
+
+    One that was begun may have stages that are done, which need neither a card nor their recipe.
+    """
+    from autofit.frontends.writing import source_of
+    from autofit.hardware.hardware import training_device
+    from autofit.plugin.registry import check_source_early
+
+    read = read_pipeline(options.pipeline, changes=settings(options.set))
+    begun = (options.dir / "pipelines" / f"{read.name}.json").exists()
+    wrong = []
+    for stage in () if begun else read.stages:
+        if options.only not in (None, stage.name):
+            continue
+        if options.gpu is None:
+            training_device(options.device or str(stage.options.get("device", "auto")))
+        tokens = stage.options.get("prompt_tokens")
+        try:
+            check_source_early(
+                source_of(stage.values), trainer=stage.trainer, device="cpu" if options.gpu is None else "sim:",
+                changes={}, prompt_tokens=tokens if isinstance(tokens, int) else None,
+            )  # fmt: skip
+        except ConfigError as error:
+            wrong.append(f"stage {stage.name}: {error}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
 def run(options: argparse.Namespace) -> int:
     where = executor_option(options)
-    read_pipeline(options.pipeline, changes=settings(options.set))  # a wrong key is told before imports of a second
+    _look_at_stages(options)
     from autofit import api
 
     terminate_like_interrupt()

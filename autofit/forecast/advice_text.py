@@ -61,12 +61,12 @@ def then_lines(then: Then | None, result: ProbeResult, capacity_bytes: int) -> l
 
 def ending_words(advice: Advice) -> list[str]:
     """A sentence where the search for advice was ended early; [] without one."""
+    more = option("advice-time", "2m")
     words = {
-        Ending.TIME: f"not every change was tried in the time for advice ({option('advice-time')})",
+        Ending.TIME: f"not every change was tried in the time for advice; give more, such as {more}",
         Ending.INTERRUPT: "interrupted: not every change was tried",
     }
     if advice.came_too_late and advice.ending is Ending.TIME:
-        more = option("advice-time", "2m")
         return [f"no change was simulated to its end in the time for advice; give more, such as {more}"]
     return [] if advice.ending is None else [words[advice.ending]]
 

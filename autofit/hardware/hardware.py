@@ -106,6 +106,20 @@ def gpus() -> tuple[Gpu, ...]:
     return visible_gpus()
 
 
+def training_device(asked: str) -> str:
+    """The device `asked` for a training, cuda for auto. Raises ConfigError where nothing trains on it."""
+    if asked == "sim":
+        raise ConfigError("a pipeline trains, so its device must be cpu or cuda; got sim: use `autofit search`")
+    if asked != "auto":
+        return asked
+    if not gpus():
+        raise ConfigError(
+            f"a pipeline trains on a CUDA card, and {why_none()}; give {option('device', 'cpu')} to train on the CPU, "
+            f"or --plan {option('gpu', 'NAME')} for what would happen on a card elsewhere"
+        )
+    return "cuda"
+
+
 def gpu_of_slot(slot_name: str) -> Gpu | None:
     """The card of a slot such as "cuda-GPU-..." (or "cuda-0"), visible to this process or not: jobs see none."""
     name = slot_name.removeprefix("cuda-")

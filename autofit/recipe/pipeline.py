@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError, nearest, option
+from autofit.errors import ConfigError, nearest, option, printable
 from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import read_yaml_mapping
 
@@ -63,9 +63,11 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "space": (str, dict), "trials": (int,), "time_budget": (str, int, float), "plateau": (int,),
     "min_gain": (str, int, float), "goal": (str,), "sampler": (str,), "measured_steps": (int,),
     "deadline": (str, int, float), "parallel": (int,), "confirm": (bool,), "advice": (bool,), "seed": (int,),
+    "prompt_tokens": (int,),
 }  # fmt: skip
 _OF_PIPELINE = ("stages", "vars", "name")
 _OF_STAGE = ("trainer", "recipe", "values", "set", "search")
+_EXAMPLE = """stages: {sft: {recipe: sft.yaml}, grpo: {recipe: grpo.yaml, set: {model_name_or_path: "${sft}"}}}"""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -117,7 +119,8 @@ def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, o
         reader.wrong.append(f"name must be letters, digits, '.', '_' or '-': studies are called after it; got {name!r}")
     if reader.wrong:
         what = f"the pipeline {given}" if from_file else "the pipeline"
-        raise ConfigError(f"{what}: {'; '.join(reader.wrong)}")
+        example = f"; for example {_EXAMPLE}" if reader.misshapen else ""
+        raise ConfigError(f"{what}: {'; '.join(reader.wrong)}{example}")
     return Pipeline(name=name, stages=stages)
 
 
@@ -126,6 +129,7 @@ class _Reader:
 
     def __init__(self, content: Mapping[str, object], folder: Path, changes: Mapping[str, object]) -> None:
         self.wrong: list[str] = []
+        self.misshapen = False  # whether an example of a file would help
         self._content, self._folder = content, folder
         self._stages = self._mapping(content.get("stages"), "stages", needed=True)
         self._vars = self._mapping(content.get("vars"), "vars")
@@ -145,7 +149,8 @@ class _Reader:
         if value is None and not needed:
             return {}
         if not isinstance(value, Mapping) or (needed and not value):
-            self.wrong.append(f"{what} must be a mapping ({what}: {{name: ...}}); got {value!r}")
+            self.misshapen = True
+            self.wrong.append(f"{what} must be a mapping ({what}: {{name: ...}}); got {printable(repr(value), 80)}")
             return {}
         return {str(key): inner for key, inner in value.items()}
 
@@ -166,7 +171,9 @@ class _Reader:
     def _check_keys(self, given: Mapping[str, object], known: Sequence[str], where: str) -> None:
         for key in given:
             if key not in known:
-                self.wrong.append(f"{where} has no key {key!r}{nearest(str(key), known)}")
+                self.misshapen = True
+                hint = nearest(str(key), known) or f"; it takes {', '.join(known)}"
+                self.wrong.append(f"{where} has no key {key!r}{hint}")
 
     def _check_names(self) -> None:
         for name in (*self._stages, *self._vars):

@@ -166,9 +166,17 @@ def recipe_text(trainer: str, *, model: str | None = None, dataset: str | None =
     return text
 
 
+_KTO = frozenset({"completion", "label"})  # TRL's format of unpaired preference, beside an optional prompt
+
+
 def trainer_of_data(dataset: str) -> str:
     """The trainer that the columns of the file `dataset` are for. Raises ConfigError where they do not say."""
     columns = _columns(Path(dataset))
+    if columns >= _KTO:
+        raise ConfigError(
+            f"{dataset} has the columns of KTO (completion, label), of which there is no recipe of TRL's here; a file "
+            "of LLaMA-Factory or ms-swift that trains KTO is taken as it is; for SFT on its completions: autofit init sft"
+        )
     if fitting := _fitting(columns, among=TRAINERS):
         return fitting[0]
     found = f"{dataset} has {', '.join(sorted(columns))}" if columns else f"{dataset} is no file that can be looked at"
@@ -176,7 +184,9 @@ def trainer_of_data(dataset: str) -> str:
 
 
 def _fitting(columns: set[str], *, among: Iterable[TrainerName]) -> list[TrainerName]:
-    """The trainers that data of these `columns` is for: those that use the most of them."""
+    """The trainers that data of these `columns` is for: those that use the most of them; none for KTO's."""
+    if columns >= _KTO:
+        return []
     used = {name: max((len(each) for each in profile(name).columns if each <= columns), default=0) for name in among}
     most = max(used.values(), default=0)
     return [name for name, number in used.items() if number == most > 0]

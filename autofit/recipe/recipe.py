@@ -203,9 +203,8 @@ class Recipe:
         if not self.launch.is_plain:
             rows.append(("launch", self.launch.words))
         if self.generates:
-            rows.append(
-                ("groups", f"{self.prompts_per_step} prompts x {self.num_generations} completions per optimizer step")
-            )
+            prompts = f"{self.prompts_per_step} prompt{'' if self.prompts_per_step == 1 else 's'}"
+            rows.append(("groups", f"{prompts} x {self.num_generations} completions per optimizer step"))
             longest = "?" if self.longest_prompt_tokens is None else str(self.longest_prompt_tokens)
             rows.append(("worst case", f"{longest} prompt + {self.max_completion_tokens} completion tokens"))
         elif self.longest_sample_tokens is not None:
