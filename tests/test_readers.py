@@ -792,7 +792,6 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "micro_batch_size": None, "micro_batchsize": 3}, "as Axolotl says; write micro_batch_size for 'micro_bat"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "reft_layers": [1]}, "reft is simulated with LoreftIntervention"),
-    ({"model": "m", "tuner_type": "full", "deepspeed": "zero0"}, "stage 0 holds float32 copies of all trained weights"),
     ({"model": "m", "tuner_type": "vera"}, "tuner_type vera is not simulated"),
     ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls"}, "num_labels is missing, and ms-swift needs it"),
     ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "loss_type with task_type embedding must be one"),

@@ -30,10 +30,7 @@ def zero(given: object, folder: Path, shipped: Mapping[str, Mapping[str, object]
         content = read_deepspeed_file(
             given if given.lstrip().startswith("{") else str(near(given, folder, otherwise=OTHERWISE))
         )
-    fields = deepspeed_fields(content)
-    if fields["zero_stage"] == 0:
-        return {}
-    return {"distributed_type": "DEEPSPEED", "deepspeed_config": fields}
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed_fields(content)}
 
 
 def fsdp(given: object, config: Mapping[str, object], version: object = None) -> dict[str, object]:
@@ -113,5 +110,6 @@ def words(launch: Mapping[str, object]) -> str:
     inner = launch.get("deepspeed_config") if kind == "DEEPSPEED" else launch.get("fsdp_config")
     inner = inner if isinstance(inner, Mapping) else {}
     if kind == "DEEPSPEED":
-        return f"DeepSpeed ZeRO-{inner.get('zero_stage')}"
+        stage = inner.get("zero_stage")
+        return f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed without ZeRO"
     return f"FSDP{inner.get('fsdp_version')}" if kind == "FSDP" else "DDP"
