@@ -848,6 +848,11 @@ def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
     assert "up to 2,048 tokens, padded to the longest of a batch and to a multiple of 8" in said
     assert "cutoff_len 2048" in said
     assert "note: use_unsloth_gc" in said
+    for more, held in (({}, "all in bfloat16 under DeepSpeed"), ({"torch_autocast": {"enabled": True}}, "(autocast)")):
+        shared = {"deepspeed": {"zero_optimization": {"stage": 2}, **more}}
+        path.write_text(yaml.safe_dump({**LLAMA, "finetuning_type": "full", **shared}))
+        assert main(["explain", str(path)]) == 0
+        assert held in capsys.readouterr().out
     path.write_text(yaml.safe_dump({**LLAMA, "use_unsloth": True}))
     assert main(["explain", str(path)]) == 0  # the batch is told all the same
     assert "not simulated: use_unsloth: Unsloth's kernels" in " ".join(capsys.readouterr().out.split())

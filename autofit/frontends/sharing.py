@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
+from autofit.recipe.launch import DEEPSPEED_JSON
 from autofit.recipe.launch_keys import deepspeed_fields, fsdp_config, read_deepspeed_file
 from autofit.recipe.yaml_file import is_open
 
@@ -102,6 +103,15 @@ def near(given: str, folder: Path, *, otherwise: str = "paste its lines in its p
         f"there is no file {quoted(given, 100)} in the current folder, in that of the file or above it, as the tool "
         "would need it; name its whole path"
     )
+
+
+def is_deepspeeds(launch: Mapping[str, object]) -> bool:
+    """Whether DeepSpeed's engine trains in its own precision, which casts all weights, and not in torch's autocast."""
+    inner = launch.get("deepspeed_config")
+    content = inner.get(DEEPSPEED_JSON) if isinstance(inner, Mapping) else None
+    autocast = content.get("torch_autocast") if isinstance(content, Mapping) else None
+    own = not (isinstance(autocast, Mapping) and autocast.get("enabled"))
+    return launch.get("distributed_type") == "DEEPSPEED" and own
 
 
 def words(launch: Mapping[str, object]) -> str:
