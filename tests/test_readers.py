@@ -380,6 +380,11 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
         ({"lora_alpha": 0, "lora_rank": 4}, {"lora_alpha": 8}),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}},
          {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"use_reentrant_gc": False}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ({"use_reentrant_gc": False, "gradient_checkpointing": True},  # the Trainer turns it on once more
+         {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"disable_gradient_checkpointing": True, "gradient_checkpointing": True},
+         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True},
          {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
     ],
