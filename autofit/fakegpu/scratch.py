@@ -213,6 +213,15 @@ def _delta(spec: GpuSpec, grad: torch.Tensor, query: torch.Tensor, *_: object, *
     return (_whole(query.shape[:3], 4),)
 
 
+def _efficient(spec: GpuSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> Held:
+    """_efficient_attention_forward in attention.cu: fp32 sums of a 16-bit output whose heads are wider than a tile.
+
+    The kernel keeps up to 128 numbers of a head in registers (kernel_forward.h, kNeedsOutputAccumulatorBuffer).
+    """
+    narrow = max(q.shape[-1], v.shape[-1]) <= 128
+    return () if narrow or q.element_size() != 2 else (_whole(q.shape[:3], 4 * v.shape[-1]),)
+
+
 def _products_of_float32(spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, *_: object, **__: object) -> Held:
     """Delta of float32 comes from torch's own operators (kKernelComputesDelta): products, their sums, a copy of these.
 
@@ -661,6 +670,7 @@ SCRATCH: dict[str, Scratch] = {
     "aten::_scaled_dot_product_flash_attention": Scratch(_flash),
     "aten::_scaled_dot_product_flash_attention_backward": Scratch(_flash_backward),
     "aten::_flash_attention_backward": Scratch(_flash_backward_of_tokens),
+    "aten::_scaled_dot_product_efficient_attention": Scratch(_efficient),
     "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward, before=_products_of_float32),
     "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
     "flex::flex_attention_backward": Scratch(_delta),  # patches/attention.py

@@ -12,7 +12,7 @@ _SIZES: dict[str, Any] = {
     "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_topk": 2,
     "moe_intermediate_size": 352, "shared_expert_intermediate_size": 352, "n_shared_experts": 1, "n_group": 1,
     "moe_shared_expert_intermediate_size": 352, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 128,
-    "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
+    "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
