@@ -21,6 +21,7 @@ from gpu.folder import Folder  # noqa: E402
 from gpu.measure import RESULTS, facts, measure  # noqa: E402
 from gpu.predict import predict, predictions  # noqa: E402
 from gpu.prepare import prepare  # noqa: E402
+from gpu.probe import STEPS  # noqa: E402
 from gpu.ranks import of_ranks  # noqa: E402
 from null_gpu.build import CannotBuild, NullGpu, build, h100s  # noqa: E402
 
@@ -59,8 +60,8 @@ def main() -> None:
         for config in (*single, *(one.config for one in several)):
             try:
                 prepare(folder, [config])
-            except ConfigError as error:
-                print(f"{config.name} is refused: {error}", flush=True)
+            except (ConfigError, ImportError) as error:
+                print(f"{config.name} is refused: {str(error).strip().splitlines()[0]}", flush=True)
     elif given.stage != "table":
         with server(out) as fork_server:
             if given.stage == "predict":
@@ -97,6 +98,7 @@ def each_stage(folder: Folder, only: Sequence[str], chance: Sequence[int], on_ra
         if stage in ("measure", "ranks"):
             gpu.has(h100s(4 if stage == "ranks" else 1))
             more |= gpu.env(small_values=stage == "ranks")
+            more |= {STEPS: "1"} if of_families else {}  # as many steps as are predicted: the second one
         subprocess.run(command, check=True, env={**os.environ, **more})
 
 

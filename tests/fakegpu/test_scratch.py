@@ -105,6 +105,12 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], object]], tuple[int, int]]] = {
         ),
         (74240, 15872),
     ),
+    "heads wider than a tile": (
+        lambda: (lambda q, v: lambda: torch.ops.aten._scaled_dot_product_efficient_attention(q, q, v, None, True))(
+            halves(2, 300, 8, 192).transpose(1, 2), halves(2, 300, 8, 128).transpose(1, 2)
+        ),
+        (3706880, 1249280),
+    ),
     "an embedding's gradient": (
         lambda: (lambda g, i: lambda: torch.ops.aten.embedding_dense_backward(g, i, 151936, -1, False))(
             halves(4, 2110, 896), longs(4, 2110)
