@@ -16,8 +16,12 @@ _SIZES: dict[str, Any] = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
+# Latent attention has as many heads of keys as of queries.
+_LATENT = ("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
+           "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu")  # fmt: skip
 # What these sizes make too large, or no language model of text; encoders that are listed as decoders.
 _NOT = ("blt", "gemma3", "gemma4", "gemma4_unified", "phi4_multimodal")
+_SLOW = ("recurrent_gemma", "rwkv", "zamba")  # a loop over the tokens in Python, minutes of it
 _ENCODERS = (
     "aria_text", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",
     "blenderbot-small", "camembert", "cpmant", "ctrl", "data2vec-text", "electra", "emu3", "ernie", "fuyu", "git",
@@ -31,17 +35,17 @@ _ALL_LINEAR: dict[str, Any] = LORA | {"lora_target_modules": "all-linear"}
 
 
 def families() -> tuple[Config, ...]:
-    """Two configurations of each model, NAME-full and NAME-lora; their shapes are added to the campaign's own models."""
+    """Two configurations of each model, NAME-full and NAME-lora; their shapes join the campaign's own models."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     found: list[Config] = []
     for name in NAMES:
-        if name in (*_NOT, *_ENCODERS):
+        if name in (*_NOT, *_SLOW, *_ENCODERS):
             continue
         try:
-            config = AutoConfig.for_model(name, **_SIZES)
+            config = AutoConfig.for_model(name, **_SIZES | ({"num_key_value_heads": 8} if name in _LATENT else {}))
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             config.architectures = [kind.__name__]
             with torch.device("meta"):

@@ -154,6 +154,16 @@ def test_an_output_with_the_strides_of_its_queries_is_copied_for_its_backward() 
         assert peak_and_kept(gpu, lambda: call(*rest)) == (4055040, 1843200)
 
 
+def test_copies_of_inputs_are_made_before_the_results() -> None:
+    with fake_gpu("h100") as gpu, torch.no_grad():
+        x, weight = halves(2, 22, 87).transpose(1, 2), halves(87, 1, 4)
+        made = len(gpu.memory.allocations)
+        torch.nn.functional.conv1d(x, weight, groups=87, padding=3)
+        copy, result = gpu.memory.allocations[made:]
+    assert (copy.nbytes, result.nbytes) == (2 * 2 * 87 * 22, 2 * 2 * 87 * 25)
+    assert copy.died is not None and copy.died > result.born
+
+
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 1), (torch.bfloat16, 0)])
 def test_efficient_attention_multiplies_float32_outside_of_its_kernel(dtype: torch.dtype, products: int) -> None:
     with fake_gpu("a100-40gb") as gpu, torch.no_grad():
