@@ -161,7 +161,8 @@ def test_copies_of_inputs_are_made_before_the_results() -> None:
         torch.nn.functional.conv1d(x, weight, groups=87, padding=3)
         copy, result = gpu.memory.allocations[made:]
     assert (copy.nbytes, result.nbytes) == (2 * 2 * 87 * 22, 2 * 2 * 87 * 25)
-    assert copy.died is not None and copy.died > result.born
+    assert copy.died is not None
+    assert copy.died > result.born
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 1), (torch.bfloat16, 0)])
