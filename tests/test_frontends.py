@@ -44,7 +44,8 @@ def verl_file(**changed: object) -> dict[str, object]:
     nested: dict[str, Any] = {section: {name: given[name] for name in names if name in given}
                               for section, names in places.items()}  # fmt: skip
     prompts = {"train_batch_size": given["train_batch_size"]} if "train_batch_size" in given else {}
-    return {"actor_rollout_ref": nested, "data": prompts, "algorithm": {"adv_estimator": "grpo"}}
+    rest = {"algorithm": {"adv_estimator": "grpo"}, "trainer": {"use_v1": given.get("use_v1", True)}}
+    return {"actor_rollout_ref": nested, "data": prompts, **rest}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,11 @@ def test_a_reference_or_lora_is_told_only_where_verl_makes_one() -> None:
         ({"log_prob_micro_batch_size_per_gpu": 7}, "rollout.log_prob_micro_batch_size_per_gpu 7 must divide the 640"),
         ({"lora_rank": 1024}, "above vLLM's largest, 512"),
         ({"ppo_mini_batch_size": 300, "n": 1}, "= 300 must be a multiple of the 8 data-parallel ranks"),
-        ({"ppo_mini_batch_size": 304}, "train_batch_size 1,024 must be a multiple of ppo_mini_batch_size 304"),
+        (
+            {"ppo_mini_batch_size": 304, "use_v1": False},
+            "train_batch_size 1,024 must be a multiple of ppo_mini_batch_size 304",
+        ),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size must be 1 or more; got 0"),
         ({"tensor_model_parallel_size": 3}, "engine of 3 GPUs .*must divide the 8 GPUs; verl ends when the workers"),
         ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 100}, "100 x sequence parallel 1 is below .*= 1024"),
         ({"use_dynamic_bsz": True, "log_prob_use_dynamic_bsz": False}, "must equal actor.use_dynamic_bsz"),

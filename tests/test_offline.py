@@ -209,6 +209,10 @@ def test_a_config_may_leave_out_what_does_not_decide_its_size(tmp_path: Path) ->
     text = '{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9}'
     (tmp_path / "config.json").write_text(text)
     assert read_config(tmp_path)["n_embd"] == 8
+    layers = {"model_type": "nemotron_h", "layers_block_type": ["mamba", "full_attention"], "num_attention_heads": 2}
+    written = {**layers, "hidden_size": 8, "vocab_size": 9, "intermediate_size": 8}  # the list has their number
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert read_config(tmp_path) == written
 
 
 def test_flash_attention_without_its_package_is_refused_on_a_real_device_and_simulated_on_another(

@@ -380,6 +380,11 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
         ({"lora_alpha": 0, "lora_rank": 4}, {"lora_alpha": 8}),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}},
          {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"use_reentrant_gc": False}, {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ({"use_reentrant_gc": False, "gradient_checkpointing": True},  # the Trainer turns it on once more
+         {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ({"disable_gradient_checkpointing": True, "gradient_checkpointing": True},
+         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True},
          {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
     ],
@@ -524,6 +529,10 @@ def test_what_meets_by_chance_in_a_file_is_read_as_axolotl_does(
         ({"rl": "grpo", "trl": {"num_generations": 3}}, "8 completions"), ({"dpo_loss_type": ["ipo"]}, "need rl: dpo"),
         ({"rl": "grpo", "trl": {"num_generations": 1}}, "2 or more"),
         ({"liger_cross_entropy": True, "cut_cross_entropy": True}, "cannot both be set"),
+        ({"num_epochs": 0, "saves_per_epoch": 1, "max_steps": 9}, "by which Axolotl divides 1"),
+        ({"num_epochs": 0, "evals_per_epoch": 1, "val_set_size": 0}, "nothing is trained"),
+        ({"chat_template": "chatlm"}, "nearest valid one is 'chatml'"), ({"s2_attention": True}, "leave it out"),
+        ({"rpo_alpha": 0}, "no longer a key"), ({"rope_scaling": {"factor": 2}}, "write overrides_of_model_config"),
         ({"unfrozen_parameters": ["a"],
          "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant: false"),
     ],
@@ -534,6 +543,14 @@ def test_what_ends_axolotl_before_its_first_step_is_told_before(
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**AXO, **changed}))
     assert message in "; ".join(explain(path).wrong)
+
+
+def test_axolotls_own_templates_steps_and_empty_old_keys_are_no_errors(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    fine = {"max_packed_sequence_len": None, "s2_attention": False, "num_epochs": 0, "max_steps": 9}
+    for chat in ("chatml", "tokenizer_default_fallback_alpaca", "jinja"):
+        path.write_text(yaml.safe_dump({**AXO, **fine, "chat_template": chat}))
+        assert not explain(path).wrong
 
 
 def test_axolotl_hands_preferences_and_grpo_on_to_trls_own_trainers(tmp_path: Path) -> None:
@@ -792,7 +809,6 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**AXO, "micro_batch_size": None, "micro_batchsize": 3}, "as Axolotl says; write micro_batch_size for 'micro_bat"),
     ({**AXO, "plugins": ["axolotl.integrations.mine.MinePlugin"]}, "MinePlugin is not simulated"),
     ({"model": "m", "tuner_type": "reft", "reft_layers": [1]}, "reft is simulated with LoreftIntervention"),
-    ({"model": "m", "tuner_type": "full", "deepspeed": "zero0"}, "stage 0 holds float32 copies of all trained weights"),
     ({"model": "m", "tuner_type": "vera"}, "tuner_type vera is not simulated"),
     ({"model": "m", "tuner_type": "lora", "task_type": "seq_cls"}, "num_labels is missing, and ms-swift needs it"),
     ({"model": "m", "tuner_type": "lora", "task_type": "embedding"}, "loss_type with task_type embedding must be one"),
@@ -849,6 +865,11 @@ def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
     assert "up to 2,048 tokens, padded to the longest of a batch and to a multiple of 8" in said
     assert "cutoff_len 2048" in said
     assert "note: use_unsloth_gc" in said
+    for more, held in (({}, "all in bfloat16 under DeepSpeed"), ({"torch_autocast": {"enabled": True}}, "(autocast)")):
+        shared = {"deepspeed": {"zero_optimization": {"stage": 2}, **more}}
+        path.write_text(yaml.safe_dump({**LLAMA, "finetuning_type": "full", **shared}))
+        assert main(["explain", str(path)]) == 0
+        assert held in capsys.readouterr().out
     path.write_text(yaml.safe_dump({**LLAMA, "use_unsloth": True}))
     assert main(["explain", str(path)]) == 0  # the batch is told all the same
     assert "not simulated: use_unsloth: Unsloth's kernels" in " ".join(capsys.readouterr().out.split())

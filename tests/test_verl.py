@@ -288,6 +288,36 @@ def test_host_memory_is_told_as_verl_loads_and_as_vllm_sleeps() -> None:
     assert any("sleeps at level 1" in note for note in lora)
 
 
+def test_the_trainer_v1_of_verl_pads_a_generation_to_whole_optimizer_steps() -> None:
+    made = verl_recipe.recipe({**QWEN, "data.train_batch_size": 1000})
+    whole = verl_recipe.recipe(QWEN)
+    assert made.values["steps_per_generation"] == whole.values["steps_per_generation"]
+    assert any("adds 120 samples of two tokens and without loss to the 5,000" in note for note in made.notes)
+    assert not any("samples of two tokens" in note for note in whole.notes)
+    # a critic of 240 prompts: both kinds of steps are whole at the least common multiple of 256 and 240 prompts
+    critic = verl_recipe.recipe({**QWEN, **PPO, "critic.ppo_mini_batch_size": 240})
+    assert critic.values["critic_steps_per_generation"] == 16
+    said = dict(verl_rules.explain({**QWEN, "data.train_batch_size": 1000}).lines)
+    assert "4 a generation (5,000 samples and 120 without loss, which verl adds, = 5,120 / 1,280)" in said.values()
+
+
+def test_keys_that_hydra_does_not_find_are_named_for_a_script_and_those_with_a_plus_are_not(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo actor.strategy=fsdp2 trainer.made_up=3 +trainer.mine=4 "
+        "actor_rollout_ref.rollout.swap_space=8 trainer.nnodes=1\n"
+    )
+    assert explain(script).notes == tuple(
+        f"verl has no key {key}, and hydra refuses it at the start{write} (an older verl may have it)"
+        for key, write in (
+            ("actor.strategy", "; write actor_rollout_ref.actor.strategy"), ("trainer.made_up", ""),
+            ("actor_rollout_ref.rollout.swap_space", ""),
+        )
+    )  # fmt: skip
+    script.write_text("python3 -m verl.trainer.main_ppo --config-name=$MINE trainer.made_up=3\n")
+    assert not explain(script).notes
+
+
 REFUSED = [
     ({f"{ACTOR}.calculate_sum_pi_squared": True, "trainer.use_v1": False}, "not simulated for verl's older trainer"),
     ({"model_engine": "megatron"}, "verl with megatron is not simulated"),
@@ -299,10 +329,12 @@ REFUSED = [
     ({**PPO, "critic.strategy": "megatron"}, "critic with megatron is not simulated"),
     ({**PPO, "critic.model.lora_rank": 8}, "a critic with LoRA"),
     ({**PPO, "critic.ppo_mini_batch_size": 100}, "= 500 must be a multiple of the critic's 8 data-parallel ranks"),
-    ({**PPO, "critic.ppo_mini_batch_size": 240}, "multiple of critic.ppo_mini_batch_size x rollout.n = 1,200"),
+    ({**PPO, "critic.ppo_mini_batch_size": 240, "trainer.use_v1": False},
+     "multiple of critic.ppo_mini_batch_size x rollout.n = 1,200"),
     ({**PPO, "critic.fsdp.model_dtype": "fp8"}, "must be fp32 or bf16"),
     ({**PPO, "critic.use_dynamic_bsz": False}, "critic.ppo_micro_batch_size_per_gpu must be set"),
     ({ULYSSES: 3}, "3 must divide the 8 GPUs"),
+    ({f"{ROLLOUT}.tensor_model_parallel_size": 0}, "tensor_model_parallel_size must be 1 or more; got 0"),
     ({ULYSSES: 2, "actor_rollout_ref.model.use_remove_padding": False}, "needs use_remove_padding: true"),
     ({ULYSSES: 2, "actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, "attend to its own part"),
     ({f"{FSDP}.fsdp_size": 4}, "shards over some of the 8 GPUs"),
@@ -314,7 +346,7 @@ REFUSED = [
     ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, "must be set, or"),
     ({f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None}, "log_prob_micro_batch_size_per_gpu must be"),
     ({"data.train_batch_size": "many"}, "not certain"),
-    ({"data.train_batch_size": 300}, "must be a multiple of ppo_mini_batch_size 256"),
+    ({"data.train_batch_size": 300, "trainer.use_v1": False}, "must be a multiple of ppo_mini_batch_size 256"),
     ({f"{FSDP}.model_dtype": "fp8"}, "must be fp32 or bf16"),
     ({f"{FSDP}.param_offload": "perhaps"}, "must be True or False"),
     ({f"{ROLLOUT}.gpu_memory_utilization": "half"}, "must be a number"),

@@ -60,6 +60,7 @@ class TestWithDeepSpeed:
         "launch",
         [
             Launch(ranks=RANKS, sharding="zero2"),
+            pytest.param(Launch(ranks=RANKS, sharding="zero0"), marks=pytest.mark.slow),
             pytest.param(Launch(ranks=RANKS, sharding="zero1"), marks=pytest.mark.thorough),
             pytest.param(Launch(ranks=RANKS, sharding="zero2", offload="optimizer"), marks=pytest.mark.slow),
             pytest.param(Launch(ranks=RANKS, sharding="zero3"), marks=pytest.mark.slow),
@@ -71,7 +72,7 @@ class TestWithDeepSpeed:
         found = probe(tmp_path, fork_server, launch)
         phases = {phase.name: phase.peak_allocated_bytes for phase in found.phases}
         assert set(phases) == {"load", "update", "optimizer"}
-        share = PARAMETERS // RANKS
+        share = PARAMETERS // (RANKS if launch.sharding != "zero0" else 1)
         whole = 2 * PARAMETERS if launch.sharding != "zero3" else 2 * share
         state = 12 * share if launch.offload == "none" else 0
         least = state + (whole if launch.offload != "parameters" else 0)

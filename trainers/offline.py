@@ -312,8 +312,9 @@ def _missing(content: Mapping[str, object]) -> list[str]:
     if kind not in CONFIG_MAPPING or getattr(CONFIG_MAPPING[kind], "sub_configs", None):
         return []
     default = CONFIG_MAPPING[kind]()
+    stored = default.to_dict()  # without what a config works out: nemotron_h counts its list of layers
     names = {key: default.attribute_map.get(key, key) for key in _SHAPE}
-    asked = {key: own for key, own in names.items() if getattr(default, own, None) is not None}
+    asked = {key: own for key, own in names.items() if stored.get(own) is not None}
     return [own for key, own in asked.items() if content.get(key) is None and content.get(own) is None]
 
 

@@ -194,6 +194,13 @@ class SimulatedMemory:
 
     def scratch(self, held: Held, op: str) -> list[int]:
         """Allocate the buffers that a kernel holds at the same time, and free them, the last first; their indices."""
+        indices = self.hold(held, op)
+        for index in reversed(indices):
+            self.release(index)
+        return indices
+
+    def hold(self, held: Held, op: str) -> list[int]:
+        """Allocate these buffers of a kernel; their indices, for `release`."""
         indices: list[int] = []
         for buffer in held:
             parts = () if isinstance(buffer, int) else buffer
@@ -202,8 +209,6 @@ class SimulatedMemory:
                 indices.append(self.allocate(nbytes, "temporaries", op))
                 allocation = self.allocations[indices[-1]]
                 allocation.parts, allocation.is_stepwise = parts, isinstance(buffer, Stepwise)
-        for index in reversed(indices):
-            self.release(index)
         return indices
 
     def allocate_like(self, template: Allocation, nbytes: int, shape: tuple[int, ...]) -> int:

@@ -49,10 +49,19 @@ Rule = Callable[..., Held]  # of the card and the operator's arguments
 class Scratch(NamedTuple):
     """The scratch of one operator."""
 
-    rule: Rule
+    rule: Rule | None
     overloads: tuple[str, ...] = ("default",)  # that have it
     before: Rule | None = None  # what is held, and given back, before that
     on_cpu: bool = False  # the CPU's kernel has it too
+    copies: Rule | None = None  # of inputs: held from before there are results until the operation ends
+
+
+def copies_of(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
+) -> Held:
+    """What an operation of COPYING allocates before its results, and holds beside all of its scratch."""
+    rule = SCRATCH[func._schema.name].copies
+    return rule(spec, *args, **kwargs) if rule is not None and device == "cuda" else ()
 
 
 def scratch_of(
@@ -160,19 +169,23 @@ def _flash_backward(
     spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     *_: object, **__: object,
 ) -> Held:  # fmt: skip
-    """mha_bwd in flash_api.cpp: softmax sums, fp32 dq accumulator, and full-head dk and dv under grouped queries.
-
-    The output has the strides of the queries, and is made contiguous as its gradient is (attention_backward.cu).
-    """
+    """mha_bwd in flash_api.cpp: softmax sums, fp32 dq accumulator, and full-head dk and dv under grouped queries."""
     batch, heads, length, dim = q.shape
     key_heads, key_length = k.shape[1], k.shape[2]
     rows = (batch, heads, length)
-    sums = (Rounded(4, rows, (1, 1, 128)),), (Rounded(4 * _head_dim(dim), rows, (1, 1, 128)),)
-    held = *_copy_of_heads(grad), *_copy_of_heads(out), *sums
+    sums: Held = (Rounded(4, rows, (1, 1, 128)),), (Rounded(4 * _head_dim(dim), rows, (1, 1, 128)),)
     if key_heads == heads:
-        return held
+        return sums
     expanded = _whole((batch, heads, key_length), dim * k.element_size())
-    return *held, expanded, expanded
+    return *sums, expanded, expanded
+
+
+def _gradient_and_output(
+    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    *_: object, **__: object,
+) -> Held:  # fmt: skip
+    """_flash_attention_backward in attention_backward.cu makes both contiguous; the output has q's strides."""
+    return *_copy_of_heads(grad), *_copy_of_heads(out)
 
 
 def _copy_of_heads(tensor: torch.Tensor) -> Held:
@@ -191,7 +204,8 @@ def _flash_backward_of_tokens(
 ) -> Held:  # fmt: skip
     """`_flash_backward` for heads inside of tokens; mha_varlen_bwd rounds its buffers up by 128 rows a sequence."""
     if starts_q is None:
-        return _flash_backward(spec, *(tensor.transpose(1, 2) for tensor in (grad, q, k, v, out)))
+        whole = tuple(tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
+        return *_gradient_and_output(spec, *whole), *_flash_backward(spec, *whole)
     tokens, heads, dim = q.shape
     sequences = starts_q.shape[0] - 1
     buffers = (
@@ -211,6 +225,15 @@ def _flash_backward_of_tokens(
 def _delta(spec: GpuSpec, grad: torch.Tensor, query: torch.Tensor, *_: object, **__: object) -> Held:
     """One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py)."""
     return (_whole(query.shape[:3], 4),)
+
+
+def _efficient(spec: GpuSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> Held:
+    """_efficient_attention_forward in attention.cu: fp32 sums of a 16-bit output whose heads are wider than a tile.
+
+    The kernel keeps up to 128 numbers of a head in registers (kernel_forward.h, kNeedsOutputAccumulatorBuffer).
+    """
+    narrow = max(q.shape[-1], v.shape[-1]) <= 128
+    return () if narrow or q.element_size() != 2 else (_whole(q.shape[:3], 4 * v.shape[-1]),)
 
 
 def _products_of_float32(spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, *_: object, **__: object) -> Held:
@@ -656,12 +679,14 @@ SCRATCH: dict[str, Scratch] = {
     "aten::multinomial": Scratch(_multinomial),
     "aten::pow": Scratch(_pow_of_number, ("Scalar",)),
     "aten::_grouped_mm": Scratch(_grouped_mm),
-    "aten::convolution": Scratch(_convolution),
-    "aten::convolution_backward": Scratch(_convolution_backward),
+    "aten::convolution": Scratch(None, copies=_convolution),
+    "aten::convolution_backward": Scratch(None, copies=_convolution_backward),
     "aten::_scaled_dot_product_flash_attention": Scratch(_flash),
-    "aten::_scaled_dot_product_flash_attention_backward": Scratch(_flash_backward),
+    "aten::_scaled_dot_product_flash_attention_backward": Scratch(_flash_backward, copies=_gradient_and_output),
     "aten::_flash_attention_backward": Scratch(_flash_backward_of_tokens),
+    "aten::_scaled_dot_product_efficient_attention": Scratch(_efficient),
     "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward, before=_products_of_float32),
     "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
     "flex::flex_attention_backward": Scratch(_delta),  # patches/attention.py
 }
+COPYING = frozenset(name for name, scratch in SCRATCH.items() if scratch.copies is not None)

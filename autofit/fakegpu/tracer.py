@@ -20,7 +20,7 @@ from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, WITHOUT_DROPOUT, rou
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
-from autofit.fakegpu.scratch import nonzero_before, nonzero_beside, scratch_of
+from autofit.fakegpu.scratch import COPYING, copies_of, nonzero_before, nonzero_beside, scratch_of
 from autofit.fakegpu.walks import OF_A_TENSOR, charge_tensors
 
 aten = torch.ops.aten
@@ -104,12 +104,15 @@ class Tracer(TorchDispatchMode):
         name = func._schema.name[6:]
         if kwargs:
             pin(func, kwargs, out)
+        copies = self._copied(func, args, kwargs, name) if func._schema.name in COPYING else ()
         self._track(_in_order(func, args, out), name)
         if self.host is not None:
             self.host.follow(out)
         if self.layers is not None and not self.layers.code():
             self.layers.follow(args, out)
         self._charge(func, args, kwargs, out, name, key)
+        for index in reversed(copies):
+            self.memory.release(index)
         return out
 
     def _in_parts(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -236,6 +239,12 @@ class Tracer(TorchDispatchMode):
         return unique, whole, first.new_empty((count,), dtype=torch.long)
 
     # ------------------------------------------------------------------ memory and time
+    def _copied(
+        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str
+    ) -> Sequence[int]:
+        device = _device_of(args, None)
+        return self.memory.hold(copies_of(func, args, kwargs, device=device, spec=self.memory.spec), name)
+
     def _track(self, out: object, name: str) -> None:
         if isinstance(out, torch.Tensor):
             self.memory.track(out, name)

@@ -312,7 +312,7 @@ def _told(
 def _step_s(curve: _Curve, longest: Counts, recipe: Recipe) -> Floats:
     """Seconds of each optimizer step: its micro-batches, for which ranks wait, and what happens once in it."""
     each = curve.at(longest, curve.micro_s)  # (steps, ranks, micro-batches)
-    once = recipe.launch.sharding in ("ddp", "zero1")  # ranks wait for each other once in a step, else in each
+    once = recipe.launch.sharding in ("ddp", "zero0", "zero1")  # ranks wait for each other once in a step, else in each
     spent = each.sum(axis=2).max(axis=1) if once else each.max(axis=1).sum(axis=1)
     return np.asarray(spent + curve.at(longest.mean(axis=(1, 2)), curve.once_s), dtype=np.float64)
 

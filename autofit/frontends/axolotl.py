@@ -16,8 +16,8 @@ from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, nu
 from autofit.frontends.tools import (
     AXOLOTL,
     asks_for_evaluation,
+    deepspeed,
     keys_of,
-    sharded_by_deepspeed,
     take_evaluation,
     take_optimizer,
     take_quantised,
@@ -239,7 +239,7 @@ def _batch(draft: Draft) -> None:
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
     config, version = draft.mapping("fsdp_config"), draft.raw("fsdp_version")
     if draft.says("deepspeed"):
-        return sharded_by_deepspeed(draft, folder)
+        return sharing.zero(deepspeed(draft, folder), folder)
     if config or draft.says("fsdp"):
         return sharing.fsdp(draft.given.get("fsdp"), config, version)
     return {}

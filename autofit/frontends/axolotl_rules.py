@@ -5,6 +5,7 @@ Read at 067b021c. No torch here.
 
 from collections.abc import Mapping
 
+from autofit.errors import nearest, quoted
 from autofit.frontends.draft import Draft, is_set, number, truth
 
 # Pairs of keys that cannot both be set.
@@ -20,6 +21,20 @@ _NEEDS = (
     ("activation_offloading", "gradient_checkpointing"), ("selective_checkpointing", "gradient_checkpointing"),
     ("fsdp", "fsdp_config"), ("fp32_norms", "fsdp_config"), ("deepcompile", "deepspeed"),
     ("push_dataset_to_hub", "hf_use_auth_token"), ("peft_layers_pattern", "peft_layers_to_transform"),
+)  # fmt: skip
+# Keys whose validators raise (schemas/deprecated.py): where they have a value at all, and where that is not false.
+_GONE = ("dpo_use_logits_to_keep", "dpo_generate_during_eval", "dpo_norm_loss", "rpo_alpha")
+_GONE_IF_ON = {
+    "max_packed_sequence_len": "sample_packing with sequence_len", "rope_scaling": "overrides_of_model_config",
+    "s2_attention": "", "flash_attn_rms_norm": "",
+}  # fmt: skip
+_FALLBACK = "tokenizer_default_fallback_"  # begins a chat_template (schemas/config.py)
+_CHATS = (  # schemas/enums.py, ChatTemplate
+    "alpaca", "chatml", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "gemma", "cohere",
+    "llama3", "llama3_2_vision", "llama4", "phi_3", "phi_35", "deepseek_v2", "deepseek_v3", "jamba", "jinja",
+    "qwen_25", "qwen3", "qwen3_5", "falcon_h1", "nemotron_h", "tokenizer_default", "exaone", "exaone4", "metharme",
+    "pixtral", "llava", "qwen2_vl", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "command_a",
+    "command_a_tool_use", "command_a_rag", "aya",
 )  # fmt: skip
 _LOSSES = ("cut_cross_entropy", "chunked_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -46,10 +61,38 @@ def check(draft: Draft, ranks: int | None) -> None:
     noise = number(draft.given.get("neftune_noise_alpha"))
     if noise is not None and noise <= 0:
         draft.wrong(f"neftune_noise_alpha must be more than 0; got {draft.given['neftune_noise_alpha']}")
+    _gone(draft.given, on, draft)
+    _epochs(draft.given, on, draft)
+    chat = draft.given.get("chat_template")
+    if chat and str(chat) not in _CHATS and not str(chat).startswith(_FALLBACK):
+        draft.wrong(
+            f"chat_template {quoted(chat)} is none of Axolotl's{nearest(str(chat), _CHATS)}; jinja is a user's own"
+        )
     _strategies(draft.given, on, draft)
     _adapters(draft.given, on, draft)
     _sharing(draft.given, on, draft)
     _answers(draft.given, on, draft, ranks or 1)
+
+
+def _gone(given: Mapping[str, object], on: Mapping[str, bool], draft: Draft) -> None:
+    for key in _GONE:
+        if given.get(key) is not None:
+            draft.wrong(f"{key} is no longer a key of Axolotl; leave it out")
+    for key, newer in _GONE_IF_ON.items():
+        if on.get(key):
+            draft.wrong(f"{key} is no longer a key of Axolotl; {f'write {newer}' if newer else 'leave it out'}")
+
+
+def _epochs(given: Mapping[str, object], on: Mapping[str, bool], draft: Draft) -> None:
+    epochs = number(given.get("num_epochs"))
+    if epochs is None or epochs > 0:
+        return
+    samples = on.get("test_datasets") or (number(given.get("val_set_size")) or 0) > 0
+    often = [key for key in ("saves_per_epoch", *(("evals_per_epoch",) if samples else ())) if on.get(key)]
+    if epochs == 0 and often:  # utils/config/__init__.py, normalize_config
+        draft.wrong(f"num_epochs must be more than 0 with {often[0]}, by which Axolotl divides 1; got 0")
+    elif not on.get("max_steps"):
+        draft.wrong(f"num_epochs must be more than 0, or max_steps set; got {given['num_epochs']}: nothing is trained")
 
 
 def _strategies(given: Mapping[str, object], on: Mapping[str, bool], draft: Draft) -> None:

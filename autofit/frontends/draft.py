@@ -126,7 +126,10 @@ def _weights(foreign: Foreign) -> str:
         next((b for b in (4, 8) if values.get(f"load_in_{b}bit")), None),
     )
     cast = next((name for key, name in (("bf16", "bfloat16"), ("fp16", "float16")) if values.get(key)), None)
+    held = "held"
     autocast = f", computed in {cast} (autocast)" if cast and cast != dtype else ""
+    if cast and sharing.is_deepspeeds(foreign.launch):
+        held, autocast = "loaded", f", all in {cast} under DeepSpeed, with float32 copies of what is trained"
     if values.get("lora_rank"):  # verl casts adapters to the dtype of the model
         return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"
     if values.get("use_peft"):
@@ -135,20 +138,20 @@ def _weights(foreign: Foreign) -> str:
         kind = other.get("peft_type") if isinstance(other, Mapping) else f"LoRA of rank {rank}"
         adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
-        return f"{adapters}, on a frozen model held {base}{autocast}"
+        return f"{adapters}, on a frozen model {held} {base}{autocast}"
     if values.get("bottleneck"):
         width = values["bottleneck"]
-        return f"adapters of width {width} behind each MLP in float32, on a frozen model held in {dtype}{autocast}"
+        return f"adapters of width {width} behind each MLP in float32, on a frozen model {held} in {dtype}{autocast}"
     if values.get("reft_rank"):
-        return f"LoReFT of rank {values['reft_rank']} at each layer, on a frozen model held in {dtype}{autocast}"
+        return f"LoReFT of rank {values['reft_rank']} at each layer, on a frozen model {held} in {dtype}{autocast}"
     if values.get("added_layers"):
-        return f"{values['added_layers']} added layers trained, beside frozen ones, all held in {dtype}{autocast}"
+        return f"{values['added_layers']} added layers trained, beside frozen ones, all {held} in {dtype}{autocast}"
     if values.get("trainable_layers"):
         layers = f"{'' if values.get('spread_layers') else 'the last '}{values['trainable_layers']} layers"
         rest = " and all outside of the layers" if values.get("trains_rest") else ""
-        trained = f"{layers}{rest} trained, held in {values.get('adapter_dtype') or dtype}"
+        trained = f"{layers}{rest} trained, {held} in {values.get('adapter_dtype') or dtype}"
         return f"{trained}, the others in {dtype}{autocast}"
-    return f"all weights trained, held in {dtype}{autocast}"
+    return f"all weights trained, {held} in {dtype}{autocast}"
 
 
 def _rows(foreign: Foreign) -> str:

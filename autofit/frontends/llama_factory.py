@@ -380,6 +380,15 @@ def _length(draft: Draft, stage: str) -> int:
 def _checkpoints(draft: Draft) -> None:
     off, reentrant = draft.is_on("disable_gradient_checkpointing"), draft.is_on("use_reentrant_gc", True)
     on = not off or draft.is_on("gradient_checkpointing")
+    if draft.is_on("gradient_checkpointing"):
+        # transformers' Trainer turns it on again, without use_reentrant: LLaMA-Factory's own method takes True there
+        # (checkpointing.py, _gradient_checkpointing_enable), and transformers 5's takes False
+        if "use_reentrant_gc" in draft.given and reentrant is off:
+            draft.note(
+                f"use_reentrant_gc {str(reentrant).lower()} has no effect beside gradient_checkpointing: true, with "
+                "which the Trainer turns checkpointing on again; leave gradient_checkpointing out"
+            )
+        reentrant = not off
     draft.ignore(("gradient_checkpointing",))
     draft.put("gradient_checkpointing", on, "disable_gradient_checkpointing")
     draft.put("gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, "use_reentrant_gc")

@@ -213,11 +213,9 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
     started = (
         (ranks or 1) > 1 or not _BY_TORCHRUN.isdisjoint(environment) or (kind == "grpo" and draft.says("use_vllm"))
     )
-    if draft.says("deepspeed") and not launch:
-        _stage_0(draft)
-    elif (ranks or 1) > 1 and not launch:
+    if (ranks or 1) > 1 and not launch:
         draft.put("ddp_find_unused_parameters", draft.truth("ddp_find_unused_parameters", None))
-    _checkpointing(draft, is_replicated=started and not launch and not draft.says("deepspeed"))
+    _checkpointing(draft, is_replicated=started and not launch)
     sharded = launch.get("fsdp_config")
     if isinstance(sharded, Mapping) and sharded.get("fsdp_activation_checkpointing"):  # sft_args.py: FSDP's own alone
         draft.put("gradient_checkpointing", False, "fsdp")
@@ -303,16 +301,6 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
             draft.note("activation_cpu_offload: the hidden states stay on the card here: an upper bound")
         return sharing.fsdp(content.get("fsdp", "full_shard auto_wrap"), config, 2)
     return sharing.fsdp(draft.given["fsdp"], config)
-
-
-def _stage_0(draft: Draft) -> None:
-    """DeepSpeed without sharding, with its float32 copies of trained weights. Raises ConfigError for a whole model."""
-    if not draft.values.get("use_peft"):
-        raise ConfigError(
-            "deepspeed with stage 0 holds float32 copies of all trained weights, which is simulated with stages 1 to 3 "
-            "only; omit deepspeed or take zero1"
-        )
-    draft.note("deepspeed with stage 0 is simulated as DDP: a lower bound, by 16-bit copies of the adapters")
 
 
 def _fsdp_file(given: str, folder: Path) -> Mapping[str, object]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
+from autofit.recipe.launch import DEEPSPEED_JSON
 from autofit.recipe.launch_keys import deepspeed_fields, fsdp_config, read_deepspeed_file
 from autofit.recipe.yaml_file import is_open
 
@@ -30,10 +31,7 @@ def zero(given: object, folder: Path, shipped: Mapping[str, Mapping[str, object]
         content = read_deepspeed_file(
             given if given.lstrip().startswith("{") else str(near(given, folder, otherwise=OTHERWISE))
         )
-    fields = deepspeed_fields(content)
-    if fields["zero_stage"] == 0:
-        return {}
-    return {"distributed_type": "DEEPSPEED", "deepspeed_config": fields}
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed_fields(content)}
 
 
 def fsdp(given: object, config: Mapping[str, object], version: object = None) -> dict[str, object]:
@@ -107,11 +105,21 @@ def near(given: str, folder: Path, *, otherwise: str = "paste its lines in its p
     )
 
 
+def is_deepspeeds(launch: Mapping[str, object]) -> bool:
+    """Whether DeepSpeed's engine trains in its own precision, which casts all weights, and not in torch's autocast."""
+    inner = launch.get("deepspeed_config")
+    content = inner.get(DEEPSPEED_JSON) if isinstance(inner, Mapping) else None
+    autocast = content.get("torch_autocast") if isinstance(content, Mapping) else None
+    own = not (isinstance(autocast, Mapping) and autocast.get("enabled"))
+    return launch.get("distributed_type") == "DEEPSPEED" and own
+
+
 def words(launch: Mapping[str, object]) -> str:
     """How a launch shares the model, for a reader."""
     kind = launch.get("distributed_type")
     inner = launch.get("deepspeed_config") if kind == "DEEPSPEED" else launch.get("fsdp_config")
     inner = inner if isinstance(inner, Mapping) else {}
     if kind == "DEEPSPEED":
-        return f"DeepSpeed ZeRO-{inner.get('zero_stage')}"
+        stage = inner.get("zero_stage")
+        return f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed without ZeRO"
     return f"FSDP{inner.get('fsdp_version')}" if kind == "FSDP" else "DDP"

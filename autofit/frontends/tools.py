@@ -340,17 +340,6 @@ def deepspeed(draft: Draft, folder: Path) -> object:
     return given
 
 
-def sharded_by_deepspeed(draft: Draft, folder: Path) -> dict[str, object]:
-    """The accelerate config of `deepspeed`; {} for its stage 0, which is told."""
-    found = zero(deepspeed(draft, folder), folder)
-    if not found:  # runtime/engine.py, _do_optimizer_sanity_check: the optimizer that keeps copies
-        draft.note(
-            "deepspeed with stage 0 is simulated as DDP, without the float32 copies that DeepSpeed holds of trained "
-            "16-bit weights: a lower bound"
-        )
-    return found
-
-
 def launch_of(draft: Draft, folder: Path) -> dict[str, object]:
     """The accelerate config of transformers' `deepspeed`, or of its `fsdp` and `fsdp_config`; {} without both."""
     given = draft.raw("fsdp_config")
@@ -361,7 +350,7 @@ def launch_of(draft: Draft, folder: Path) -> dict[str, object]:
     if draft.says("deepspeed") and draft.says("fsdp"):  # transformers' Trainer ends with an error
         draft.wrong("fsdp and deepspeed cannot both be given")
     if draft.says("deepspeed"):
-        return sharded_by_deepspeed(draft, folder)
+        return zero(deepspeed(draft, folder), folder)
     if draft.says("fsdp"):
         return fsdp(draft.given["fsdp"], config)
     draft.ignore(("fsdp_min_num_params",))

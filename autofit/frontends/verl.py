@@ -3,6 +3,7 @@
 Read in verl at commit 1dda039b (0.9, trainer v1, which is its default). No torch here.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -98,10 +99,24 @@ class Batch:
     shards: int  # data-parallel size: GPUs by sequence-parallel size
     micro: int | None
     epochs: int
+    multiple: int = 1  # of samples, to which verl pads a generation before it trains
 
     @property
     def generation(self) -> int:
         return self.prompts * self.group
+
+    @property
+    def padded(self) -> int:
+        """Samples of a generation with those of two tokens that the trainer v1 adds, which have no loss.
+
+        v1/trainer_base.py, _balance_batch; the older trainer adds none.
+        """
+        return -(-self.generation // self.multiple) * self.multiple
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the actor in a generation."""
+        return self.padded // self.effective * self.epochs
 
     @property
     def effective(self) -> int:
@@ -140,10 +155,20 @@ def batch_of(config: VerlConfig) -> Batch | None:
     prompts, mini, group, nodes, each, epochs = (number or 1 for number in found)
     dynamic = config.is_on(f"{ACTOR}.use_dynamic_bsz")
     shards = max(1, nodes * each // sequence_parallel(config))
+    minis = [mini, config.whole("critic.ppo_mini_batch_size") or mini] if has_critic(config) else [mini]
+    multiple = math.lcm(shards, *(group * size for size in minis)) if config.is_on("trainer.use_v1") else 1
     return Batch(
         prompts=prompts, mini_prompts=mini, group=group, gpus=nodes * each, shards=shards,
         micro=None if dynamic else config.whole(f"{ACTOR}.ppo_micro_batch_size_per_gpu"), epochs=epochs,
+        multiple=multiple,
     )  # fmt: skip
+
+
+def has_critic(config: VerlConfig) -> bool:
+    """trainer/ppo/utils.py, need_critic."""
+    if config.value("critic.enable") is not None:
+        return config.is_on("critic.enable")
+    return config.value("algorithm.adv_estimator") == "gae"
 
 
 def effective_sentence(values: Mapping[str, object]) -> str:
@@ -210,6 +235,13 @@ def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
             else:
                 found[key] = value
     return {key: value for key, value in found.items() if key not in unread}, tuple(unread)
+
+
+def bare_keys(text: str) -> tuple[str, ...]:
+    """The keys of the overrides of a script that hydra must find in verl's config: without a `+` or `++`."""
+    words = [word for command in _trainings(text) for word in command.words if not word.startswith(("+", "-"))]
+    found = [match[1] for word in words if (match := _OVERRIDE.fullmatch(word))]
+    return tuple(dict.fromkeys(key for key in found if "." in key))
 
 
 def likely_overrides(text: str) -> dict[str, object]:

@@ -20,14 +20,23 @@ from autofit.frontends.verl import (
     VerlConfig,
     asks_for_npus,
     batch_of,
+    has_critic,
     likely_overrides,
     on_gpus,
     overrides,
     sequence_parallel,
     typos,
 )
-from autofit.frontends.verl_rules import critic_values, has_critic, largest_rank, older_micro, sharded_head, uneven
-from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config
+from autofit.frontends.verl_rules import (
+    UNPACKED,
+    critic_values,
+    engine_sizes,
+    largest_rank,
+    older_micro,
+    sharded_head,
+    uneven,
+)
+from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config, unknown_overrides
 from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"
@@ -46,7 +55,8 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     for key, name in folders.items():
         likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
     made = recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
-    return replace(made, notes=(*made.notes, NVIDIA)) if asks_for_npus(text) else made
+    notes = (NVIDIA,) if asks_for_npus(text) else ()
+    return replace(made, notes=(*made.notes, *notes, *unknown_overrides(text)))
 
 
 def recipe(
@@ -177,14 +187,14 @@ def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dic
             f"{A}.{_MICRO} {micro} must divide the samples of a rank and optimizer step, ppo_mini_batch_size x "
             f"rollout.n / GPUs = {batch.effective} / {batch.shards}; verl ends at the first update"
         )
-    if batch.generation % (batch.shards * micro) or batch.generation % batch.effective:
+    if batch.padded % (batch.shards * micro) or batch.padded % batch.effective:
         raise ConfigError(
             f"data.train_batch_size {batch.prompts} must be a multiple of ppo_mini_batch_size {batch.mini_prompts}, "
             f"and its {batch.generation} samples of {batch.shards} ranks with micro-batches of {micro}"
         )
     sizes: dict[str, object] = {
         _MICRO: micro, "gradient_accumulation_steps": batch.each // micro,
-        "steps_per_generation": batch.generation // batch.shards // micro,
+        "steps_per_generation": batch.padded // batch.shards // micro,
     }  # fmt: skip
     scored = [(_SCORED, f"{R}.{_SCORED}")]
     if _references(config):
@@ -254,6 +264,7 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
         )
     yield from sharded_head(config)
     yield from largest_rank(config)
+    yield from engine_sizes(config)
     yield from _unshared(config)
     if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
         yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"
@@ -270,7 +281,7 @@ def _unshared(config: VerlConfig) -> Iterator[str]:
         if size > 1 and batch is not None and batch.gpus % size:
             yield f"{section}.ulysses_sequence_parallel_size {size} must divide the {batch.gpus} GPUs; verl ends there"
         if size > 1 and not config.is_on(f"{M}.use_remove_padding"):
-            yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
+            yield UNPACKED
         said = config.said.get(attention, _FLASH)
         yield from _attending_alone({"ulysses_sequence_parallel_size": size, "attn_implementation": said})
 
@@ -337,9 +348,15 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
         "max_response_length tokens, the worst case"
     )
     batch = batch_of(config)
-    if batch is not None and batch.generation > batch.effective:
-        steps = batch.generation // batch.effective * batch.epochs
+    if batch is not None and batch.padded > batch.effective:
+        steps = batch.steps
         yield f"a step here is an optimizer step; a step of verl, from one rollout to the next, has {steps} of them"
+    if batch is not None and batch.padded > batch.generation:
+        yield (
+            f"verl adds {batch.padded - batch.generation:,} samples of two tokens and without loss to the "
+            f"{batch.generation:,} of a generation, for whole optimizer steps; they are taken at full length, so the "
+            "seconds are an upper bound"
+        )
     if batch is not None and _defers(config, batch):
         yield _WHOLE_GRADIENT
     if not config.is_on(f"{M}.use_remove_padding"):

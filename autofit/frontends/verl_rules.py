@@ -3,6 +3,7 @@
 Read in verl at commit 1dda039b (0.9, trainer v1, which is its default). No torch here.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from autofit.errors import ConfigError
@@ -18,6 +19,7 @@ from autofit.frontends.verl import (
     VerlConfig,
     batch_of,
     effective_sentence,
+    has_critic,
     sequence_parallel,
     typos,
 )
@@ -38,13 +40,6 @@ _WITHOUT_EFFECT = (
 _NOT_SIMULATED = {
     f"{_C}.model.tiled_mlp.enabled": "it computes each layer's MLP in parts",
 }
-
-
-def has_critic(config: VerlConfig) -> bool:
-    """trainer/ppo/utils.py, need_critic."""
-    if config.value("critic.enable") is not None:
-        return config.is_on("critic.enable")
-    return config.value("algorithm.adv_estimator") == "gae"
 
 
 def _samples(config: VerlConfig, batch: Batch) -> int:
@@ -87,7 +82,7 @@ def critic_rules(config: VerlConfig, batch: Batch) -> Iterator[str]:
     if samples % shards:
         yield (f"critic.ppo_mini_batch_size x rollout.n = {samples:,} must be a multiple of the critic's {shards} "
                "data-parallel ranks; verl ends at its first update")  # fmt: skip
-    if batch.generation % samples:
+    if batch.padded % samples:
         yield (f"the {batch.generation:,} samples of a generation must be a multiple of critic.ppo_mini_batch_size x "
                f"rollout.n = {samples:,}; verl ends at the critic's first update")  # fmt: skip
 
@@ -116,7 +111,7 @@ def critic_values(config: VerlConfig, batch: Batch) -> dict[str, object]:
         raise ConfigError(refused)
     epochs = config.whole(f"{_C}.ppo_epochs") or batch.epochs
     return {
-        "critic": True, "critic_steps_per_generation": batch.generation // _samples(config, batch) * epochs,
+        "critic": True, "critic_steps_per_generation": batch.padded // _samples(config, batch) * epochs,
         "critic_max_token_len_per_gpu": _update_tokens(config),
         "critic_sharding": "fsdp2" if config.said.get(f"{_C}.strategy") == "fsdp2" else "fsdp1",
     }  # fmt: skip
@@ -149,10 +144,13 @@ def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     yield Line("effective batch", f"{batch.mini_prompts:,} prompts x {batch.group} = {batch.effective:,} samples an "
                                   f"optimizer step, over all {batch.gpus} GPUs "
                                   f"({config.told(f'{ACTOR}.ppo_mini_batch_size')})")  # fmt: skip
-    if batch.prompts % batch.mini_prompts == 0:
-        steps = batch.prompts // batch.mini_prompts * batch.epochs
+    if batch.padded % batch.effective == 0:
         epochs = f" x {batch.epochs} epochs" if batch.epochs > 1 else ""
-        yield Line("optimizer steps", f"{steps} a generation ({batch.prompts:,} / {batch.mini_prompts:,}{epochs})")
+        parts = f"{batch.prompts:,} / {batch.mini_prompts:,}"
+        if batch.padded > batch.generation:
+            parts = (f"{batch.generation:,} samples and {batch.padded - batch.generation:,} without loss, which verl "
+                     f"adds, = {batch.padded:,} / {batch.effective:,}")  # fmt: skip
+        yield Line("optimizer steps", f"{batch.steps} a generation ({parts}{epochs})")
     if config.is_on(f"{ACTOR}.use_dynamic_bsz"):
         budget = config.told(f"{ACTOR}.ppo_max_token_len_per_gpu")
         yield Line("micro-batches", f"{batch.each:,} samples a data-parallel rank and step, packed by tokens: {budget}")
@@ -221,6 +219,17 @@ def _at_start(config: VerlConfig, batch: Batch) -> Iterator[str]:
             yield f"{short}.{names[1]} must be set, and {short}.{names[0]} not; verl refuses it at the start"
 
 
+_PARTS = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")  # of the rollout
+
+
+def engine_sizes(config: VerlConfig) -> Iterator[str]:
+    """Sizes of the rollout's engine that no number of GPUs can be divided by (engine_workers.py, line 657)."""
+    for part in _PARTS:
+        path = f"{ROLLOUT}.{part}"
+        if config.value(path) != UNSURE and config.whole(path) is None:
+            yield f"rollout.{part} must be 1 or more; got {config.value(path)}; verl ends when the workers start"
+
+
 def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
     """Accepted at the start, and an AssertionError in a worker once models are loaded."""
     dynamic, sp = config.is_on(f"{ACTOR}.use_dynamic_bsz"), sequence_parallel(config)
@@ -231,7 +240,8 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
         works = [n for n in range(1, batch.each + 1) if batch.each % n == 0 and n <= 2 * batch.micro][-4:]
         yield (f"ppo_micro_batch_size_per_gpu {batch.micro} must divide the {batch.each} samples of a data-parallel "
                f"rank; verl ends after the first rollout; {', '.join(map(str, works))} work")  # fmt: skip
-    if batch.prompts > batch.mini_prompts and batch.prompts % batch.mini_prompts:  # tensordict_utils.py, line 588
+    known = not dynamic and batch.prompts < batch.mini_prompts  # told as refused at the start
+    if batch.padded % batch.effective and not known:  # tensordict_utils.py, line 588; the trainer v1 pads
         yield (f"train_batch_size {batch.prompts:,} must be a multiple of ppo_mini_batch_size {batch.mini_prompts:,}; "
                "verl ends at the first update")  # fmt: skip
     lengths = [config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response")]
@@ -239,10 +249,10 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
     if dynamic and budget is not None and budget * sp < sum(lengths):  # utils/seqlen_balancing.py, line 384
         yield (f"ppo_max_token_len_per_gpu {budget} x sequence parallel {sp} is below the longest sample, "
                f"max_prompt_length + max_response_length = {sum(lengths)}; verl ends at such a sample")  # fmt: skip
-    parts = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    tensor, data, pipeline = (config.whole(f"{ROLLOUT}.{part}") or 1 for part in parts)
-    if batch.gpus % (tensor * data * pipeline):  # engine_workers.py, line 658
-        yield (f"the rollout's engine of {tensor * data * pipeline} GPUs ({config.told(f'{ROLLOUT}.{parts[0]}')}) "
+    yield from engine_sizes(config)
+    size = math.prod(config.whole(f"{ROLLOUT}.{part}") or 1 for part in _PARTS)
+    if batch.gpus % size:  # engine_workers.py, line 658
+        yield (f"the rollout's engine of {size} GPUs ({config.told(f'{ROLLOUT}.{_PARTS[0]}')}) "
                f"must divide the {batch.gpus} GPUs; verl ends when the workers start")  # fmt: skip
     own = config.said.get(f"{ROLLOUT}.log_prob_use_dynamic_bsz")
     if own is not None and (str(own).lower() in ("true", "1")) != dynamic:  # engine_workers.py, line 615
@@ -260,9 +270,9 @@ def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
     for section in [*sections, REF] if reference and not adapters else sections:
         micro = config.whole(f"{section}.log_prob_micro_batch_size_per_gpu")
         shards = max(1, batch.gpus // sequence_parallel(config, REF if section == REF else ACTOR))
-        if micro is not None and batch.generation % shards == 0 and batch.generation // shards % micro:
+        if micro is not None and batch.padded % shards == 0 and batch.padded // shards % micro:
             key = f"{section.removeprefix('actor_rollout_ref.')}.log_prob_micro_batch_size_per_gpu"
-            yield (f"{key} {micro} must divide the {batch.generation // shards:,} samples of a generation on a "
+            yield (f"{key} {micro} must divide the {batch.padded // shards:,} samples of a generation on a "
                    "data-parallel rank; verl ends after the first rollout")  # fmt: skip
 
 
@@ -299,10 +309,15 @@ def _baseline(config: VerlConfig, batch: Batch) -> Iterator[str]:
                "verl ends at the first advantages; trainer.use_v1=False computes it")  # fmt: skip
 
 
+# workers/config/actor.py, line 336, for the actor's own key; for that of fsdp_config the engine itself does, once the
+# workers have started (workers/engine/fsdp/transformer_impl.py, line 129)
+UNPACKED = "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl ends before it trains"
+
+
 def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    size = sequence_parallel(config)
-    if size > 1 and not config.is_on("actor_rollout_ref.model.use_remove_padding"):  # workers/config/actor.py, line 336
-        yield "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl refuses it at the start"
+    packed = config.is_on("actor_rollout_ref.model.use_remove_padding")
+    if sequence_parallel(config) > 1 and not packed:
+        yield UNPACKED
 
 
 # The head is a unit of its own where it has weights of its own (utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and

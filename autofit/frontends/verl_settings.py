@@ -13,7 +13,16 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from autofit.frontends.verl import DEFAULTS
+from autofit.frontends.verl import (
+    CONFIG_NAME,
+    DEFAULTS,
+    ENGINE,
+    FSDP_STRATEGIES,
+    VerlConfig,
+    bare_keys,
+    overrides,
+    typos,
+)
 from autofit.recipe.yaml_file import parse_yaml
 
 # actor, rollout, reference, model
@@ -227,15 +236,27 @@ def unknown_key(key: str) -> str | None:
     )
 
 
+def unknown_overrides(text: str) -> tuple[str, ...]:
+    """What hydra would refuse of the overrides in a script that starts verl's FSDP engines."""
+    found, unread = overrides(text)
+    config = VerlConfig.of(found)
+    if config.strategy not in FSDP_STRATEGIES or {ENGINE, CONFIG_NAME}.intersection(unread):
+        return ()  # another engine's config has keys of its own
+    told = "".join(typos(config))
+    refused = [said for key in bare_keys(text) if f" {key}," not in told and (said := unknown_key(key))]
+    return tuple(f"{said} (an older verl may have it)" for said in refused)
+
+
 def _near(key: str) -> str | None:
-    """The key that was meant: like it in its section, of its name in another one, or like the whole_key path."""
+    """The key that was meant: without its actor_rollout_ref, like it in its section, or of its name in another one."""
+    if is_in_config(whole := whole_key(key)):
+        return whole
     section, _, name = key.rpartition(".")
     if close := get_close_matches(name, _sections().get(section, ()), n=1, cutoff=_ALIKE):
         return f"{section}.{close[0]}"
     paths = [f"{section}.{name}" for section, names in _sections().items() for name in names if section]
     elsewhere = [path for path in paths if path.endswith(f".{name}")]
-    found = get_close_matches(key, elsewhere, n=1, cutoff=0.0) or get_close_matches(key, paths, n=1, cutoff=_ALIKE)
-    return found[0] if found else None
+    return next(iter(get_close_matches(key, elsewhere, n=1, cutoff=0.0)), None)
 
 
 @cache

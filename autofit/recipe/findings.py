@@ -182,13 +182,13 @@ def _whole_base(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _unsharded(asked: StatedLaunch) -> Iterator[Finding]:
-    """DeepSpeed without ZeRO, which is no DDP (deepspeed 0.19, runtime/engine.py, _do_optimizer_sanity_check)."""
-    if asked.config.get("distributed_type") == "DEEPSPEED" and asked.section("deepspeed_config").get("zero_stage") == 0:
+    """DeepSpeed without ZeRO, which holds more than DDP (deepspeed 0.19, runtime/fp16/unfused_optimizer.py)."""
+    if asked.launch.sharding == "zero0":
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero_stage"),
-            what="stage 0 shards nothing, and DeepSpeed holds float32 copies of trained 16-bit weights, which are not "
-                 "counted: it is simulated as DDP",
-            fix="take zero_stage: 1, or --accelerate_config multi_gpu",
+            what="stage 0 shards nothing, and DeepSpeed holds a float32 copy of each trained 16-bit weight and of its "
+                 "gradient besides, whole on every card",
+            fix="take zero_stage: 2, which splits both over the cards, or --accelerate_config multi_gpu",
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch_values import NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
 from autofit.recipe.yaml_file import may_read, read_yaml_mapping
 
-Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
+Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters"]
 LAUNCH = "launch"  # the key of a recipe; no trainer sees it
 _NAMES_JSON = "; a JSON file is named in it, as deepspeed_config_file, with distributed_type: DEEPSPEED"
@@ -36,7 +36,8 @@ _LOCAL = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "main_train
 class Launch:
     """Ranks of a training, one a card, and how they share the model.
 
-    `ddp` holds everything on each rank (on one rank: no wrapper at all). `offload` says what lives in host memory
+    `ddp` holds everything on each rank (on one rank: no wrapper at all), as does `zero0`, DeepSpeed's engine without
+    ZeRO. `offload` says what lives in host memory
     between its uses: the optimizer's state, or parameters, gradients and the optimizer's state. With
     `reshard_after_forward` FSDP frees the gathered parameters between forward and backward. `server_ranks` are further
     cards, of a vLLM server. `config` has the rest of the user's accelerate config.
@@ -63,8 +64,8 @@ class Launch:
             raise ConfigError(f"num_processes={self.ranks} must be a multiple of num_machines={self.machines}")
         if self.offload == "optimizer" and not self.is_deepspeeds:
             raise ConfigError(f"{self.sharding} cannot offload the optimizer alone; choose offload: parameters or none")
-        if self.offload != "none" and self.sharding == "ddp":
-            raise ConfigError("ddp cannot offload; choose sharding: fsdp2, zero2 or zero3")
+        if self.offload != "none" and self.sharding in ("ddp", "zero0"):
+            raise ConfigError(f"{self.sharding} cannot offload; choose sharding: fsdp2, zero2 or zero3")
         if self.offload == "parameters" and self.sharding in ("zero1", "zero2"):
             raise ConfigError(f"{self.sharding} cannot offload parameters; choose optimizer, or zero3")
 
@@ -75,7 +76,7 @@ class Launch:
 
     @property
     def is_deepspeeds(self) -> bool:
-        """Whether DeepSpeed's engine trains (ZeRO)."""
+        """Whether DeepSpeed's engine trains, with ZeRO or without."""
         return self.sharding.startswith("zero")
 
     @property
@@ -110,7 +111,7 @@ class Launch:
     @property
     def words(self) -> str:
         """Ranks, sharding and offload for a reader: `8 ranks, FSDP2, parameters in host memory`."""
-        named = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
+        named = {"ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "zero0": "DeepSpeed without ZeRO"}
         shared = named.get(self.sharding) or f"DeepSpeed ZeRO-{self.sharding[-1]}"
         parts = ["1 rank" if self.ranks == 1 else f"{self.ranks} ranks"]
         if self.machines > 1:
@@ -373,9 +374,7 @@ def _fsdp(config: Mapping[str, object], what: str) -> dict[str, object]:
 def _zero(config: Mapping[str, object], what: str) -> dict[str, object]:
     inner = _mapping(config.get("deepspeed_config"), "deepspeed_config", what)
     stage = _integer(2 if inner.get("zero_stage") is None else inner["zero_stage"], "zero_stage", what)
-    if stage == 0:
-        return {}
-    if stage not in (1, 2, 3):
+    if stage not in (0, 1, 2, 3):
         raise ConfigError(f"{what}: zero_stage must be 0, 1, 2 or 3; got {stage}")
     devices = {key: str(inner.get(f"offload_{key}_device") or "none") for key in ("optimizer", "param")}
     moved = [key for key, device in devices.items() if device.lower() != "none"]

@@ -1,5 +1,6 @@
 """One configuration on the device itself, in a child: load, a step that warms up, the measured steps. No checkpoint."""
 
+import os
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from gpu.readings import reading
 
 _LONGEST_PROFILED_S = 3.0  # the launches of a long rollout, over 300,000, take the profiler longer than all other steps
 _MOST_STEPS = 16  # measured ones, where they are too short for a card's power to be told
+STEPS = "AUTOFIT_MEASURED_STEPS"  # a variable: so many measured ones, where only bytes are asked for
 
 
 def run(request_path: str) -> int:
@@ -65,6 +67,7 @@ def _train(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder, row: 
     memory.start()
     recorder.enter(LOAD)
     most = max(_MOST_STEPS if memory.least_measured_s else 0, request.measured_steps)
+    most = int(os.environ.get(STEPS, most))
     task = Task(device=request.device, output=request.folder / "out", steps=1 + most + profiles,
                 worst_case=WorstCase(path=request.worst_case))  # fmt: skip
     try:

@@ -105,6 +105,12 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], object]], tuple[int, int]]] = {
         ),
         (74240, 15872),
     ),
+    "heads wider than a tile": (
+        lambda: (lambda q, v: lambda: torch.ops.aten._scaled_dot_product_efficient_attention(q, q, v, None, True))(
+            halves(2, 300, 8, 192).transpose(1, 2), halves(2, 300, 8, 128).transpose(1, 2)
+        ),
+        (3706880, 1249280),
+    ),
     "an embedding's gradient": (
         lambda: (lambda g, i: lambda: torch.ops.aten.embedding_dense_backward(g, i, 151936, -1, False))(
             halves(4, 2110, 896), longs(4, 2110)
@@ -146,6 +152,17 @@ def test_an_output_with_the_strides_of_its_queries_is_copied_for_its_backward() 
         call = torch.ops.aten._scaled_dot_product_flash_attention_backward
         rest = (grad, q, q, q, out, sums, starts, starts_k, most, most_k, 0.0, True, seed, offset)
         assert peak_and_kept(gpu, lambda: call(*rest)) == (4055040, 1843200)
+
+
+def test_copies_of_inputs_are_made_before_the_results() -> None:
+    with fake_gpu("h100") as gpu, torch.no_grad():
+        x, weight = halves(2, 22, 87).transpose(1, 2), halves(87, 1, 4)
+        made = len(gpu.memory.allocations)
+        torch.nn.functional.conv1d(x, weight, groups=87, padding=3)
+        copy, result = gpu.memory.allocations[made:]
+    assert (copy.nbytes, result.nbytes) == (2 * 2 * 87 * 22, 2 * 2 * 87 * 25)
+    assert copy.died is not None
+    assert copy.died > result.born
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 1), (torch.bfloat16, 0)])

@@ -392,6 +392,8 @@ def same_on_all_ranks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 def finite_norms(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     yield module, "is_invalid_grad_norm", lambda norm: False, _FINITE
+    owner = module.CheckOverflow  # of the optimizers without ZeRO
+    yield owner, "has_overflow", _finds_none(untouched(owner.has_overflow)), _FINITE
 
 
 def _finds_none(original: Callable[..., object]) -> Callable[..., bool]:
