@@ -26,6 +26,7 @@ from autofit.fakegpu.walks import OF_A_TENSOR, charge_tensors
 aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _COMPARISONS = (aten.equal.default, aten.allclose.default)
+_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # place of the first factor in the arguments
 Handler = Callable[[Sequence[object], Mapping[str, object]], object]
 
 
@@ -267,6 +268,7 @@ class Tracer(TorchDispatchMode):
             return
         if device == "cuda":
             if func in GEMMS:
+                _check_dtypes(name, args)
                 self._ensure_workspace()
             for number, parts in rounded_outputs(func, args).items():
                 self.memory.note_parts(cast("Sequence[torch.Tensor]", out)[number], parts)
@@ -318,6 +320,16 @@ class Tracer(TorchDispatchMode):
         for index in self.workspaces.values():
             self.memory.release(index)
         self.workspaces.clear()
+
+
+def _check_dtypes(name: str, args: Sequence[object]) -> None:
+    """Raises the RuntimeError of CUDA's products for factors of two dtypes, which fakes multiply."""
+    first = _FACTORS.get(name)
+    if first is None:
+        return
+    one, other = (cast("torch.Tensor", arg).dtype for arg in args[first : first + 2])
+    if one is not other:
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {one} != {other}")
 
 
 def _in_order(func: OpOverload, args: Sequence[object], out: object) -> object:

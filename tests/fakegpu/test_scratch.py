@@ -154,6 +154,15 @@ def test_an_output_with_the_strides_of_its_queries_is_copied_for_its_backward() 
         assert peak_and_kept(gpu, lambda: call(*rest)) == (4055040, 1843200)
 
 
+@pytest.mark.parametrize("multiply", [
+    lambda a, b: a @ b, lambda a, b: torch.addmm(a[0, 0], a, b), lambda a, b: a[None] @ b[None],
+    lambda a, b: torch.nn.functional.linear(a, b.T),
+])  # fmt: skip
+def test_a_product_of_two_dtypes_fails_as_it_does_on_a_card(multiply: Make) -> None:
+    with fake_gpu("h100"), pytest.raises(RuntimeError, match=r"same dtype, but got|expected scalar type"):
+        multiply(floats(4, 8), halves(8, 4))
+
+
 def test_copies_of_inputs_are_made_before_the_results() -> None:
     with fake_gpu("h100") as gpu, torch.no_grad():
         x, weight = halves(2, 22, 87).transpose(1, 2), halves(87, 1, 4)
