@@ -175,7 +175,7 @@ def trainer_of_data(dataset: str) -> str:
     if columns >= _KTO:
         raise ConfigError(
             f"{dataset} has the columns of KTO (completion, label), of which there is no recipe of TRL's here; a file "
-            "of LLaMA-Factory or ms-swift that trains KTO is taken as it is; for SFT on its completions: autofit init sft"
+            "of LLaMA-Factory or ms-swift that trains KTO is taken as it is; for SFT on completions: autofit init sft"
         )
     if fitting := _fitting(columns, among=TRAINERS):
         return fitting[0]
