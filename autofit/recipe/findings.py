@@ -181,25 +181,6 @@ def _whole_base(asked: StatedLaunch) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _generated(asked: StatedLaunch) -> Iterator[Finding]:
-    """Adapters in units of FSDP1 of their own (PEFT's fsdp_auto_wrap_policy), in a rollout outside of autocast.
-
-    PEFT casts the input to the dtype of the adapter's shard, float32; in its forward the adapter is in 16 bits, and the
-    input is left as it is (torch's MixedPrecision, cast_forward_inputs).
-    """
-    recipe, section = asked.recipe, asked.section("fsdp_config")
-    halved = any(is_on(asked.value(key)) for key in ("bf16", "fp16"))
-    rolls_out = recipe.generates and recipe.uses_lora and not is_on(asked.value("use_vllm"))
-    unwrapped = bool(section) and wrap_policy(section) == "NO_WRAP"
-    if asked.launch.sharding == "fsdp1" and halved and rolls_out and not unwrapped:
-        yield Finding(
-            severity=Severity.ERROR, where=asked.in_config("fsdp_config.fsdp_version"),
-            what="under FSDP1 the first rollout with adapters ends with 'expected mat1 and mat2 to have the same "
-                 "dtype': TRL generates outside of autocast, where their input is float32 and they are in 16 bits",
-            fix="set fsdp_version: 2, or --accelerate_config fsdp2",
-        )  # fmt: skip
-
-
 def _unsharded(asked: StatedLaunch) -> Iterator[Finding]:
     """DeepSpeed without ZeRO, which holds more than DDP (deepspeed 0.19, runtime/fp16/unfused_optimizer.py)."""
     if asked.launch.sharding == "zero0":
@@ -315,7 +296,7 @@ def _computed(asked: StatedLaunch) -> str:
     return dtype if dtype in _FLOATS else "bfloat16"
 
 
-CHECKS = (_wrapped, _loading, _whole_base, _generated, _unsharded, _gathered, _reference, _between_syncs, quantised)
+CHECKS = (_wrapped, _loading, _whole_base, _unsharded, _gathered, _reference, _between_syncs, quantised)
 
 
 # -- settings that a training fails with once they come together, though each works by itself -------------------------
@@ -380,6 +361,16 @@ CLASHES = (
              "moves the hidden states to the host, where the head's shard is, and ends with tensors on two devices",
         fix="set fsdp_offload_params: false, or train all weights",
         when=_has_own_lm_head,
+    ),
+    *(
+        Clash(  # peft/tuners/lora/layer.py, line 1098; torch's MixedPrecision; seen as fp16's below
+            settings={SHARDING: ("fsdp1",), "use_peft": (True,), half: (True,), "use_vllm": (False,)},
+            key=SHARDING,
+            what="TRL generates outside of autocast, where PEFT makes an adapter's input float32, as its shard is, and "
+                 "FSDP1 its weights 16-bit: a rollout ends with `expected mat1 and mat2 to have the same dtype`",
+            fix="set fsdp_version: 2, or --accelerate_config fsdp2",
+        )
+        for half in ("bf16", "fp16")
     ),
     Clash(  # seen with bitsandbytes 0.50 and torch 2.13; github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
         settings={SHARDING: ("fsdp2",), "optim": _OF_BITSANDBYTES},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autofit.files import read_json
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.findings import CHECKPOINTING, CHECKS, OFFLOAD, Finding, Severity, StatedLaunch, clashes
+from autofit.recipe.findings import CHECKPOINTING, CHECKS, OFFLOAD, SHARDING, Finding, Severity, StatedLaunch, clashes
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
 from autofit.recipe.launch_values import SECTION_KEYS
@@ -275,10 +275,14 @@ def _threads(asked: StatedLaunch) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_OF_FSDP = {OFFLOAD: "fsdp_config.fsdp_offload_params", SHARDING: "fsdp_config.fsdp_version"}
+
+
 def _clashes(asked: StatedLaunch) -> Iterator[Finding]:
     """Settings that fail together."""
     for clash in clashes(asked.recipe):
-        own = asked.in_config("fsdp_config.fsdp_offload_params") if clash.key == OFFLOAD else asked.in_recipe(clash.key)
+        in_config = _OF_FSDP.get(clash.key)
+        own = asked.in_recipe(clash.key) if in_config is None else asked.in_config(in_config)
         yield Finding(severity=Severity.ERROR, where=own, what=clash.what, fix=clash.fix)
 
 
