@@ -263,8 +263,13 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
     for call in (checking.check, estimating.estimate):
         happened.clear()
         found = call(None, advice_time="90s", on_result=lambda one: happened.append(f"{one.fits} {one.advice}"))
-        assert happened == ["False None", "left out", "advice"]  # of changes: only where changes are tried
+        assert happened == ["False None", "advice"]
         assert found.advice == Advice(changes=(MEND,))
+        happened.clear()
+        monkeypatch.setattr(made, "within", lambda *_, **__: Advice())
+        assert call(None, advice_time="90s", on_result=lambda _: happened.append("verdict")).advice == Advice()
+        assert happened == ["verdict", "left out"]  # of changes: only where none was found
+        monkeypatch.setattr(made, "within", within)
         happened.clear()
         assert call(None, advice_time=0, on_result=lambda _: happened.append("verdict")).advice is None
         assert happened == ["verdict"]

@@ -195,3 +195,9 @@ def test_a_picture_of_another_kind_is_told_before_the_simulation(name: str, caps
     assert f'--plot must name a picture that ends in .png, .svg, .pdf, .jpg, .jpeg, .webp; got "{name}"' in (
         capsys.readouterr().err.replace("'", '"')
     )
+
+
+def test_a_generation_that_splits_a_group_is_told_with_what_to_change() -> None:
+    values = {"per_device_train_batch_size": 6, "num_generations": 8, "output_dir": "o", "bf16": False}
+    with pytest.raises(ConfigError, match=r"per_device_train_batch_size 6 x .* and holds whole groups: change"):
+        parse("grpo", values, overrides={})

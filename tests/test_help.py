@@ -90,3 +90,12 @@ def test_every_quote_of_a_completion_is_closed(shell: str) -> None:
     for line in script(parser(), shell).splitlines():
         if not line.startswith("#"):
             assert line.replace("'\\''", "").count("'") % 2 == 0, line
+
+
+def test_an_unknown_option_is_told_with_those_of_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "-o", "x"]) == 2  # `--to` is an option of export
+    said = capsys.readouterr().err
+    assert "--to" not in said
+    assert "see `autofit init --help`" in said
+    assert main(["check", "run.yaml", "--gpuu", "t4"]) == 2
+    assert "the nearest valid one is '--gpu'" in capsys.readouterr().err

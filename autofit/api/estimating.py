@@ -262,11 +262,16 @@ def with_advice(
     found: Found, made: Estimator, look: Callable[[], Advice], advice_s: float, *,
     tell: OnEvent, on_advice: OnAdvice | None,
 ) -> Found:  # fmt: skip
-    """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C."""
-    tell_left_out(made.recipe, made.device, tell)
+    """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C.
+
+    Where it has no change, what could not be tried is told.
+    """
     if on_advice is not None:
         on_advice(advice_s)
-    return replace(found, advice=made.within(advice_s, look, interrupted=lambda: tell(STOPPING)))
+    advice = made.within(advice_s, look, interrupted=lambda: tell(STOPPING))
+    if not advice.changes:
+        tell_left_out(made.recipe, made.device, tell)
+    return replace(found, advice=advice)
 
 
 def tell_left_out(recipe: Recipe, device: Device, tell: OnEvent) -> None:
