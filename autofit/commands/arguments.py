@@ -52,8 +52,7 @@ class _Parser(argparse.ArgumentParser):
             hint = nearest(wrong[0], self._options()) if wrong else ""
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
         if (no_command := _NO_COMMAND.match(message)) is not None:
-            (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-            hint = nearest(no_command[1], list(nested.choices))
+            hint = nearest(no_command[1], list(self._commands().choices))
             message = f"there is no command {no_command[1]!r}"
         raise ConfigError(f"{without_secrets(message)}{hint}; see `{self._asked()} --help`")
 
@@ -61,6 +60,10 @@ class _Parser(argparse.ArgumentParser):
         """As argparse prints helps and the version, but what cannot be written raises OSError."""
         (file or sys.stderr).write(message)
         sys.stdout.flush()
+
+    def _commands(self) -> "argparse._SubParsersAction[_Parser]":
+        (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return nested
 
     def _options(self) -> list[str]:
         """The options that this parser takes."""
@@ -80,8 +83,7 @@ class _Top(_Parser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
-        (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        self._command = nested.choices.get(found.command)
+        self._command = self._commands().choices.get(found.command)
         return found, unknown
 
     def _options(self) -> list[str]:
@@ -91,8 +93,7 @@ class _Top(_Parser):
         return self.prog if self._command is None else self._command.prog
 
     def format_help(self) -> str:
-        (nested,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        sentences = {str(choice.dest): str(choice.help) for choice in nested._choices_actions}
+        sentences = {str(choice.dest): str(choice.help) for choice in self._commands()._choices_actions}
         return overview("usage: autofit COMMAND [options]", str(self.description), sentences)
 
 

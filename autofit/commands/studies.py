@@ -21,7 +21,7 @@ from autofit.commands.common import (
     terminate_like_interrupt,
 )
 from autofit.errors import ConfigError
-from autofit.recipe.pipeline import read_pipeline
+from autofit.recipe.pipeline import read_pipeline, record_path
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.storage import check_there, database_of
 from autofit.watching.thresholds import read_guards
@@ -257,7 +257,7 @@ def _look_at_stages(options: argparse.Namespace) -> None:
     from autofit.plugin.registry import check_source_early
 
     read = read_pipeline(options.pipeline, changes=settings(options.set))
-    begun = (options.dir / "pipelines" / f"{read.name}.json").exists()
+    begun = record_path(options.dir, read.name).exists()
     wrong = []
     for stage in () if begun else read.stages:
         if options.only not in (None, stage.name):

@@ -56,14 +56,6 @@ class Scratch(NamedTuple):
     copies: Rule | None = None  # of inputs: held from before there are results until the operation ends
 
 
-def copies_of(
-    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
-) -> Held:
-    """What an operation of COPYING allocates before its results, and holds beside all of its scratch."""
-    rule = SCRATCH[func._schema.name].copies
-    return rule(spec, *args, **kwargs) if rule is not None and device == "cuda" else ()
-
-
 def scratch_of(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
 ) -> tuple[Held, ...]:
@@ -689,4 +681,4 @@ SCRATCH: dict[str, Scratch] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
     "flex::flex_attention_backward": Scratch(_delta),  # patches/attention.py
 }
-COPYING = frozenset(name for name, scratch in SCRATCH.items() if scratch.copies is not None)
+COPYING = {name: scratch.copies for name, scratch in SCRATCH.items() if scratch.copies is not None}

@@ -20,7 +20,7 @@ from autofit.fakegpu.kernels import GEMMS, MADE_LAST_FIRST, WITHOUT_DROPOUT, rou
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
 from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
-from autofit.fakegpu.scratch import COPYING, copies_of, nonzero_before, nonzero_beside, scratch_of
+from autofit.fakegpu.scratch import COPYING, nonzero_before, nonzero_beside, scratch_of
 from autofit.fakegpu.walks import OF_A_TENSOR, charge_tensors
 
 aten = torch.ops.aten
@@ -102,10 +102,13 @@ class Tracer(TorchDispatchMode):
         if fused and self.fusion is not None and self.fusion.inside:
             self.fusion.after(func, args, out)
             return out
-        name = func._schema.name[6:]
+        whole_name = func._schema.name
+        name = whole_name[6:]
         if kwargs:
             pin(func, kwargs, out)
-        copies = self._copied(func, args, kwargs, name) if func._schema.name in COPYING else ()
+        copies: Sequence[int] = ()
+        if whole_name in COPYING and _device_of(args, None) == "cuda":
+            copies = self.memory.hold(COPYING[whole_name](self.memory.spec, *args, **kwargs), name)
         self._track(_in_order(func, args, out), name)
         if self.host is not None:
             self.host.follow(out)
@@ -240,12 +243,6 @@ class Tracer(TorchDispatchMode):
         return unique, whole, first.new_empty((count,), dtype=torch.long)
 
     # ------------------------------------------------------------------ memory and time
-    def _copied(
-        self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str
-    ) -> Sequence[int]:
-        device = _device_of(args, None)
-        return self.memory.hold(copies_of(func, args, kwargs, device=device, spec=self.memory.spec), name)
-
     def _track(self, out: object, name: str) -> None:
         if isinstance(out, torch.Tensor):
             self.memory.track(out, name)

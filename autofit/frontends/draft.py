@@ -128,7 +128,7 @@ def _weights(foreign: Foreign) -> str:
     cast = next((name for key, name in (("bf16", "bfloat16"), ("fp16", "float16")) if values.get(key)), None)
     held = "held"
     autocast = f", computed in {cast} (autocast)" if cast and cast != dtype else ""
-    if cast and sharing.is_deepspeeds(foreign.launch):
+    if cast and sharing.casts_by_deepspeed(foreign.launch):
         held, autocast = "loaded", f", all in {cast} under DeepSpeed, with float32 copies of what is trained"
     if values.get("lora_rank"):  # verl casts adapters to the dtype of the model
         return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"

@@ -23,7 +23,7 @@ from autofit.frontends import (
 from autofit.frontends.command import script_text, starts
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
-from autofit.frontends.verl_settings import unknown_overrides
+from autofit.frontends.verl_settings import script_notes
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
@@ -218,9 +218,9 @@ def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explan
             lambda: _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks)),
         )
     found, unread = verl.overrides(text)
+    notes = script_notes(text, found, unread)
     found = dict(verl.on_gpus(found, ranks))
     batch = [key for key in unread if key in verl.DEFAULTS and key not in found]
-    notes = (*((verl.NVIDIA,) if verl.asks_for_npus(text) else ()), *unknown_overrides(text))
     # no default in place of a value that is only known where the script runs
     explained = verl_rules.explain({**found, **dict.fromkeys(batch, verl.UNSURE)})
     return replace(explained, unread=tuple(batch), notes=notes)

@@ -105,7 +105,7 @@ def near(given: str, folder: Path, *, otherwise: str = "paste its lines in its p
     )
 
 
-def is_deepspeeds(launch: Mapping[str, object]) -> bool:
+def casts_by_deepspeed(launch: Mapping[str, object]) -> bool:
     """Whether DeepSpeed's engine trains in its own precision, which casts all weights, and not in torch's autocast."""
     inner = launch.get("deepspeed_config")
     content = inner.get(DEEPSPEED_JSON) if isinstance(inner, Mapping) else None

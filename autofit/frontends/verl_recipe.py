@@ -14,11 +14,9 @@ from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, number
 from autofit.frontends.verl import (
     DEFAULTS,
     MODEL_PATH,
-    NVIDIA,
     UNSURE,
     Batch,
     VerlConfig,
-    asks_for_npus,
     batch_of,
     has_critic,
     likely_overrides,
@@ -36,7 +34,7 @@ from autofit.frontends.verl_rules import (
     sharded_head,
     uneven,
 )
-from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config, unknown_overrides
+from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config, script_notes
 from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"
@@ -55,8 +53,7 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
     for key, name in folders.items():
         likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
     made = recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
-    notes = (NVIDIA,) if asks_for_npus(text) else ()
-    return replace(made, notes=(*made.notes, *notes, *unknown_overrides(text)))
+    return replace(made, notes=(*made.notes, *script_notes(text, found, unread)))
 
 
 def recipe(

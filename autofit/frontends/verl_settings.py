@@ -6,7 +6,7 @@ Defaults are those of verl at commit 1dda039b (0.9): verl/trainer/config/_genera
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -18,9 +18,10 @@ from autofit.frontends.verl import (
     DEFAULTS,
     ENGINE,
     FSDP_STRATEGIES,
+    NVIDIA,
     VerlConfig,
+    asks_for_npus,
     bare_keys,
-    overrides,
     typos,
 )
 from autofit.recipe.yaml_file import parse_yaml
@@ -236,9 +237,13 @@ def unknown_key(key: str) -> str | None:
     )
 
 
-def unknown_overrides(text: str) -> tuple[str, ...]:
+def script_notes(text: str, found: Mapping[str, object], unread: Sequence[str]) -> tuple[str, ...]:
+    """The notes on a whole script with the overrides `found`, and `unread` ones: its cards, and unknown keys."""
+    return (*((NVIDIA,) if asks_for_npus(text) else ()), *_unknown_overrides(text, found, unread))
+
+
+def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[str]) -> tuple[str, ...]:
     """What hydra would refuse of the overrides in a script that starts verl's FSDP engines."""
-    found, unread = overrides(text)
     config = VerlConfig.of(found)
     if config.strategy not in FSDP_STRATEGIES or {ENGINE, CONFIG_NAME}.intersection(unread):
         return ()  # another engine's config has keys of its own

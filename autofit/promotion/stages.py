@@ -26,7 +26,7 @@ from autofit.files import read_json, write_json
 from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.registry import code_hash
 from autofit.promotion.run_folder import RunFolder
-from autofit.recipe.pipeline import Stage
+from autofit.recipe.pipeline import Stage, record_path
 from autofit.recipe.secrets import sealed
 
 _WHOLE_BYTES = 2**25  # larger files and folders count by sizes and times of change: weights, mostly
@@ -98,7 +98,7 @@ class State:
     @classmethod
     def read(cls, folder: Path, name: str) -> "State":
         """What is kept in `folder` of the pipeline `name`. Raises EnvironmentFault for a file that cannot be read."""
-        path = _path(folder, name)
+        path = record_path(folder, name)
         try:
             stages = cast("dict[str, dict[str, object]]", (read_json(path) or {}).get("stages", {}))
             return cls(folder, name, {stage: KnownStage.from_json(known) for stage, known in stages.items()})
@@ -111,7 +111,7 @@ class State:
         """Note what is known of `stage`, in the file too."""
         self.stages[stage] = known
         content = {name: asdict(one) for name, one in self.stages.items()}
-        write_json(_path(self.folder, self.name), {"pipeline": self.name, "stages": content})
+        write_json(record_path(self.folder, self.name), {"pipeline": self.name, "stages": content})
 
     def home(self, stage: str) -> Path:
         """The folder of the promoted run of `stage`."""
@@ -126,10 +126,6 @@ class State:
         if final is None or not Path(str(final["output_dir"])).is_dir():
             return None
         return FinishedStage(number=hashlib.sha256(repr(sorted(final.items())).encode()).hexdigest()[:12], final=final)
-
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / "pipelines" / f"{name}.json"
 
 
 def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:

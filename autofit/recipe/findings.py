@@ -363,7 +363,7 @@ CLASHES = (
         when=_has_own_lm_head,
     ),
     *(
-        Clash(  # peft/tuners/lora/layer.py, line 1098; torch's MixedPrecision; seen as fp16's below
+        Clash(  # peft/tuners/lora/layer.py, line 1098; bf16 seen with torch 2.13's CUDA build
             settings={SHARDING: ("fsdp1",), "use_peft": (True,), half: (True,), "use_vllm": (False,)},
             key=SHARDING,
             what="TRL generates outside of autocast, where PEFT makes an adapter's input float32, as its shard is, and "

@@ -37,10 +37,9 @@ class Launch:
     """Ranks of a training, one a card, and how they share the model.
 
     `ddp` holds everything on each rank (on one rank: no wrapper at all), as does `zero0`, DeepSpeed's engine without
-    ZeRO. `offload` says what lives in host memory
-    between its uses: the optimizer's state, or parameters, gradients and the optimizer's state. With
-    `reshard_after_forward` FSDP frees the gathered parameters between forward and backward. `server_ranks` are further
-    cards, of a vLLM server. `config` has the rest of the user's accelerate config.
+    ZeRO. `offload` says what lives in host memory between its uses: the optimizer's state, or parameters, gradients
+    and the optimizer's state. With `reshard_after_forward` FSDP frees the gathered parameters between forward and
+    backward. `server_ranks` are further cards, of a vLLM server. `config` has the rest of the user's accelerate config.
     """
 
     ranks: int = 1

@@ -104,6 +104,11 @@ class Pipeline:
         return found[name]
 
 
+def record_path(folder: Path, name: str) -> Path:
+    """Where the studies' `folder` has what a pipeline has done."""
+    return folder / "pipelines" / f"{name}.json"
+
+
 def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, object] | None = None) -> Pipeline:
     """The pipeline of a YAML file or a mapping. Raises one ConfigError that names everything wrong with it.
 
