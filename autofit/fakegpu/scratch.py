@@ -617,6 +617,15 @@ def _product_with_vector(spec: GpuSpec, self: torch.Tensor, vector: torch.Tensor
     return (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
 
 
+def _triangular(spec: GpuSpec, a: torch.Tensor, b: torch.Tensor, **_: object) -> Held:
+    """triangular_solve_batched_cublas in BatchLinearAlgebraLib.cpp: pointers to the matrices of both.
+
+    A loop takes up to 8 matrices of 64 rows or more.
+    """
+    batch, rows = prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])), a.shape[-1]
+    return () if batch <= 8 and rows >= 64 else (8 * batch, 8 * batch)
+
+
 def _convolution(spec: GpuSpec, input: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> Held:
     """conv_depthwise2d_cuda in DepthwiseConv2d.cu: a contiguous input and weight."""
     return *_copy_with_gaps(input), *_copy_with_gaps(weight)
@@ -658,6 +667,7 @@ SCRATCH: dict[str, Scratch] = {
     "aten::unfold_backward": Scratch(_unfold_backward),
     "aten::renorm": Scratch(_renorm),
     "aten::mv": Scratch(_product_with_vector),
+    "aten::linalg_solve_triangular": Scratch(_triangular),
     **_named("_softmax _log_softmax", Scratch(_softmax, on_cpu=True)),
     "aten::_softmax_backward_data": Scratch(_softmax_backward, ("default", "out")),
     "aten::sort": Scratch(_sort, ("default", "stable")),

@@ -1,8 +1,8 @@
-"""Every causal language model of transformers that these sizes make: one small model of each, all weights trained."""
+"""Every causal language model of transformers that these sizes make: one small model of each, trained in three ways."""
 
 from typing import Any
 
-from gpu.configs import LORA, OWN_MODELS, Config, samples
+from gpu.configs import LORA, OWN_MODELS, Config, generating, samples
 
 _LAYERS = 8
 # Sizes that most configs know; each takes those that it has, and keeps its own default of what is not here.
@@ -31,11 +31,12 @@ _ENCODERS = (
     "xlm-roberta-xl", "xlnet", "xmod",
 )  # fmt: skip
 _OFF: dict[str, Any] = {"gradient_checkpointing": False}
-_ALL_LINEAR: dict[str, Any] = LORA | {"lora_target_modules": "all-linear"}
+# Experts that are one parameter take no dropout (peft 0.21).
+_ALL_LINEAR: dict[str, Any] = LORA | {"lora_target_modules": "all-linear", "lora_dropout": 0.0}
 
 
 def families() -> tuple[Config, ...]:
-    """Two configurations of each model, NAME-full and NAME-lora; their shapes join the campaign's own models."""
+    """NAME-full, NAME-lora and NAME-grpo of each model; their shapes join the campaign's own models."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
@@ -57,5 +58,6 @@ def families() -> tuple[Config, ...]:
         found += [
             samples(f"{name}-full", "sft", f"a-{name}", 512, (2, 2), "all weights, no checkpointing", **_OFF),
             samples(f"{name}-lora", "sft", f"a-{name}", 512, (2, 2), "LoRA on all linear layers", **_ALL_LINEAR),
+            generating(f"{name}-grpo", f"a-{name}", 128, 64, (4, 2, 2), "GRPO with LoRA", **_ALL_LINEAR),
         ]
     return tuple(found)

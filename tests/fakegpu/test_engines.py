@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from autofit.fakegpu import FakeGpuError
 from autofit.fakegpu.engines.forward import Batch, Decoder, PagedBatching, collective_seconds
@@ -142,6 +143,26 @@ def test_an_engine_that_cannot_serve_one_sequence_says_what_to_change() -> None:
     assert "No available memory for the cache blocks" in replace(ENGINE, utilization=0.05).refusal
     with pytest.raises(FakeGpuError, match=r"at most 1; got 1\.2"):
         replace(ENGINE, utilization=1.2)
+
+
+def test_vllms_cache_keeps_one_vector_of_latent_attention_on_every_card() -> None:
+    """GLM-4.7-Flash: vLLM's `get_head_size` is kv_lora_rank + qk_rope_head_dim, and `get_num_kv_heads` is 1."""
+    config = {
+        "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    }  # fmt: skip
+    for ranks in (1, 4):
+        assert Decoder.of(config).vllm_bytes_per_token(ranks) == 47 * 576 * 2
+    assert Decoder.of({**config, "model_type": "minicpm3"}).vllm_bytes_per_token(1) == 47 * 2 * 20 * 102 * 2
+
+
+def test_a_card_keeps_at_least_one_head_of_keys_and_values() -> None:
+    assert QWEN3_4B.vllm_bytes_per_token(16) == QWEN3_4B.kv_bytes_per_token // QWEN3_4B.key_heads
+
+
+def test_sizes_that_differ_between_layers_are_their_mean() -> None:
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=6)
+    assert Decoder.of(config).head_dim == (5 * 256 + 512) // 6
 
 
 def test_an_engine_survives_its_json() -> None:

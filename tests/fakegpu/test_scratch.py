@@ -121,6 +121,12 @@ CALLS: dict[str, tuple[Callable[[], Callable[[], object]], tuple[int, int]]] = {
         lambda: (lambda a, b: lambda: torch.nn.functional.mse_loss(a, b))(floats(1188, 320), floats(1188, 320)),
         (3042304, 1520640),
     ),
+    "many systems of equations": (
+        lambda: (lambda a, b: lambda: torch.linalg.solve_triangular(a, b, upper=False))(
+            floats(2, 32, 5, 64, 64), floats(2, 32, 5, 64, 32)
+        ),
+        (2626560, 2621440),
+    ),
     "groups of experts": (
         lambda: (lambda a, b, o: lambda: torch.ops.aten._grouped_mm(a, b, o))(
             halves(8192, 1024), halves(32, 622, 1024).transpose(1, 2), torch.empty(32, dtype=torch.int32, device="cuda")

@@ -3,7 +3,7 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ LIBRARIES = {
     "libcudart.so.13": (("process.cpp", "memory.cpp", "device.cpp", "kernels.cpp"), ("cuda", "__cuda")),
     "libcublas.so.13": (("blas.c",), ("cublas",)),
     "libcublasLt.so.13": (("blas.c",), ("cublasLt",)),
+    "libcusolver.so.12": ((), ("cusolver",)),
     "libnccl.so.2": (("nccl.cpp",), ("nccl",)),
 }
 OF_DRIVER = {"nvml.c": "libnvidia-ml.so.1", "cuda.c": "libcuda.so.1"}
@@ -111,15 +112,17 @@ def _needed() -> set[tuple[str, str]]:
     """(function, the library that it is asked of; "" without one) of torch and bitsandbytes."""
     torch, bitsandbytes = _package("torch"), _package("bitsandbytes")
     assert torch is not None
-    users = [torch / "lib" / f"lib{name}.so" for name in ("torch_cuda", "c10_cuda", "torch_python", "torch_nvshmem")]
+    of_torch = ("torch_cuda", "torch_cuda_linalg", "c10_cuda", "torch_python", "torch_nvshmem")
+    users = [torch / "lib" / f"lib{name}.so" for name in of_torch]
     users += [] if bitsandbytes is None else bitsandbytes.glob("libbitsandbytes_cuda130.so")
     told = _run("nm", "-D", "--undefined-only", *(path for path in users if path.exists()))
     symbols = [line.split()[-1].partition("@") for line in told.splitlines() if " U " in line]
     return {(name, library.lstrip("@")) for name, _, library in symbols}
 
 
-def _defined(objects: Iterable[Path]) -> set[str]:
-    return {line.split()[-1] for line in _run("nm", "--defined-only", *objects).splitlines() if " T " in line}
+def _defined(objects: Sequence[Path]) -> set[str]:
+    told = _run("nm", "--defined-only", *objects) if objects else ""
+    return {line.split()[-1] for line in told.splitlines() if " T " in line}
 
 
 def _doing_nothing(names: Iterable[str]) -> str:

@@ -42,6 +42,7 @@ class Decoder:
     window: int | None = None  # tokens that the layers with a sliding window attend to
     window_layers: int = 0
     recurrent_layers: int = 0  # layers without a KV cache that grows
+    latent: int = 0  # elements that vLLM keeps of a token in a layer of latent attention; 0: keys and values
     gated: bool = True  # whether the MLP has a gate beside its up projection
     weight_bytes: float = 2.0  # bytes of one weight of the layers
 
@@ -51,7 +52,7 @@ class Decoder:
 
         def get(*names: str, default: Any = None) -> Any:
             for name in names:
-                found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+                found = config.get(name) if isinstance(config, Mapping) else _of_layers(config, name)
                 if found is not None:
                     return found
             return default
@@ -67,11 +68,12 @@ class Decoder:
             window = None
         windowed = sum("sliding" in kind for kind in kinds) if kinds else layers
         expert = get("moe_intermediate_size", default=dense)
+        latent = get("kv_lora_rank", default=0) if get("model_type") != "minicpm3" else 0  # vLLM unpacks that one's
         sparse_step = get("decoder_sparse_step", default=1) or 1
         first_dense = get("first_k_dense_replace", default=len(get("mlp_only_layers", default=()) or ()))
         return cls(
             hidden=hidden, layers=layers, heads=heads, key_heads=get("num_key_value_heads", default=heads) or heads,
-            head_dim=get("head_dim", default=hidden // heads) or hidden // heads,
+            head_dim=(not latent and get("head_dim", default=0)) or hidden // heads,
             intermediate=expert if experts else dense, vocab=get("vocab_size", default=1), experts=experts,
             experts_per_token=get("num_experts_per_tok", "top_k_experts", default=2) if experts else 0,
             shared_intermediate=_shared(get, expert) if experts else 0,
@@ -79,6 +81,7 @@ class Decoder:
             dense_intermediate=dense if experts else 0,
             window=window, window_layers=windowed if window else 0,
             recurrent_layers=sum("linear" in kind or "mamba" in kind or "conv" in kind for kind in kinds),
+            latent=latent + get("qk_rope_head_dim", default=0) if latent else 0,
             gated=get("model_type", default="") not in _UNGATED,
         )  # fmt: skip
 
@@ -87,11 +90,29 @@ class Decoder:
         """Bytes of one token's keys and values in all layers that keep them, at 2 bytes an element."""
         return 2 * 2 * (self.layers - self.recurrent_layers) * self.key_heads * self.head_dim
 
+    def vllm_bytes_per_token(self, ranks: int) -> int:
+        """Bytes of one token in vLLM's cache on one of `ranks` cards.
+
+        Every card keeps the whole vector of latent attention (MLAAttentionSpec: one head), and at least one head of
+        keys and values.
+        """
+        if self.latent:
+            return ITEM * (self.layers - self.recurrent_layers) * self.latent
+        return self.kv_bytes_per_token // min(ranks, self.key_heads)
+
     def products(self, ranks: int) -> tuple[tuple[int, int], ...]:
         """(n, k) of the products of a layer's attention on one of `ranks` cards: queries, keys and values; output."""
         attention = self.heads * self.head_dim // ranks
         keys = max(1, self.key_heads // ranks) * self.head_dim
         return (attention + 2 * keys, self.hidden), (self.hidden, attention)
+
+
+def _of_layers(config: Any, name: str) -> Any:
+    """An attribute of a config; the mean over its layers where each has its own (Gemma 4's `head_dim`)."""
+    if name not in (getattr(config, "per_layer_attributes", None) or ()):
+        return getattr(config, name, None)
+    values = [getattr(layer, name) for layer in config.per_layer_config]
+    return sum(values) // len(values)
 
 
 _UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "bloom", "falcon", "gpt_neo", "gpt_bigcode", "starcoder2")
@@ -268,15 +289,17 @@ class Forward:
     def _attention_of(self, batch: Batch) -> Floats:
         """Seconds of one layer's attention, of decoding and of prefilling sequences by a kernel each."""
         one = np.ones_like(batch.decoding)
-        decode = self._kernel(batch.decoding, one, batch.context)
-        prefill = self._kernel(batch.prefilling, np.maximum(batch.queries, 2.0), batch.keys)
+        decoder = self.decoder
+        # To decode, all heads of latent attention share the one vector of a token.
+        heads, dim = (1, decoder.latent / 2) if decoder.latent else (decoder.key_heads, decoder.head_dim)
+        decode = self._kernel(batch.decoding, one, batch.context, heads, dim)
+        queries = np.maximum(batch.queries, 2.0)
+        prefill = self._kernel(batch.prefilling, queries, batch.keys, decoder.key_heads, decoder.head_dim)
         return np.asarray(np.where(batch.decoding > 0, decode, 0.0) + np.where(batch.prefilling > 0, prefill, 0.0))
 
-    def _kernel(self, sequences: Floats, queries: Floats, keys: Floats) -> Floats:
-        decoder, one = self.decoder, np.ones_like(queries)
-        heads = max(1, decoder.heads // self.ranks)
-        key_heads = max(1, decoder.key_heads // self.ranks)
-        of = np.stack([sequences, heads * one, key_heads * one, queries, keys, decoder.head_dim * one])
+    def _kernel(self, sequences: Floats, queries: Floats, keys: Floats, key_heads: int, dim: float) -> Floats:
+        one, heads = np.ones_like(queries), max(1, self.decoder.heads // self.ranks)
+        of = np.stack([sequences, heads * one, max(1, key_heads // self.ranks) * one, queries, keys, dim * one])
         rate = self.kernels.spec.half_flops_per_s  # the engine's kernels are those that were measured
         return self.kernels.measured("attention", "engine", of, rate=rate, item_bytes=ITEM, causal=False)
 

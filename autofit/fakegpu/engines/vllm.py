@@ -143,7 +143,7 @@ class VllmEngine:
 
     @property
     def token_bytes(self) -> int:
-        return max(1, self.decoder.kv_bytes_per_token // self.ranks)
+        return max(1, self.decoder.vllm_bytes_per_token(self.ranks))
 
     @property
     def blocks(self) -> int:
