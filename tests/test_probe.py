@@ -331,6 +331,24 @@ def test_the_peak_is_the_profilers_but_for_boxes_of_python_numbers(
     assert missing % 8 == 0
 
 
+@pytest.mark.slow
+def test_an_error_of_peft_that_names_no_key_says_which_to_change(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from autofit.probing.worker import _failure
+
+    few = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 2,
+           "num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 8, "head_dim": 8}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **few))
+    lora = LoraConfig(target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="lora_dropout") as raised:
+        get_peft_model(model, lora)
+    request = mock.Mock(device="cpu", folder=tmp_path, log_path=tmp_path / "probe.log")
+    reason = _failure(request, raised.value, []).reason
+    assert "set lora_dropout: 0, or leave the experts out of lora_target_modules (during load;" in reason
+
+
 @pytest.mark.parametrize(("device", "emptied"), [("cuda", 1), ("cpu", 0)])
 def test_what_resumes_on_a_card_finds_an_empty_allocator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, emptied: int

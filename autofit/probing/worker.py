@@ -112,12 +112,24 @@ def rank_of(request: ProbeRequest) -> AbstractContextManager[None]:
     return as_rank(launch, rank=request.rank, port=request.port, device=request.device)
 
 
+# Words of a library's error that do not say which key to change: what to do.
+_CURES = {
+    "ParamWrapper does not work with lora_dropout":
+        "PEFT takes no dropout for experts that are one parameter: set lora_dropout: 0, or leave the experts out of "
+        "lora_target_modules",
+    "does not support activation checkpointing": "set gradient_checkpointing: false",
+    "does not support gradient checkpointing": "set gradient_checkpointing: false",
+}  # fmt: skip
+
+
 def _failure(request: ProbeRequest, error: Exception, recorders: list[PhaseRecorder]) -> ProbeResult:
     import traceback
 
     traceback.print_exception(error)  # into the probe's log
     phase = recorders[0].phase if recorders else "load"
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    if cure := next((cure for words, cure in _CURES.items() if words in text), ""):
+        text = f"{text.rstrip('.')}; {cure}"
     if not is_oom(error):
         cause = Cause.NO_SPACE if is_full(request.folder) else Cause.RAISED
         head = f"no space left for {request.folder}: " if cause is Cause.NO_SPACE else ""

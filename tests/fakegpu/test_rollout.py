@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from autofit.fakegpu import AllocatorSettings, FakeGpu, fake_gpu
 from autofit.fakegpu.depth.expand import Mark, run_of
@@ -50,6 +50,32 @@ def test_a_played_rollout_peaks_where_a_simulated_one_does(
     assert played.memory.allocator.allocated_bytes == simulated.memory.allocator.allocated_bytes
     assert played.elapsed_s == pytest.approx(simulated.elapsed_s, rel=0.05)
     assert played.timeline.at_peak["KV cache"] > 0
+
+
+@pytest.mark.parametrize("window", [8, pytest.param(24, marks=pytest.mark.slow)])  # full at once; after 9 steps
+def test_a_rollout_is_played_once_its_sliding_window_is_full(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate() -> FakeGpu:
+        with fake_gpu("a100-40gb") as gpu:
+            small = AutoConfig.for_model(
+                "gemma3_text", hidden_size=512, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
+                num_key_value_heads=4, head_dim=64, vocab_size=4002, sliding_window=window,
+                layer_types=["sliding_attention", "full_attention"],
+            )  # fmt: skip
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).cuda()
+            ids = torch.full((8, 16), 5).cuda()
+            settings = GenerationConfig(max_new_tokens=28, do_sample=True, pad_token_id=4001, eos_token_id=4000)
+            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            assert out.shape == (8, 44)
+        return gpu
+
+    played = generate()
+    monkeypatch.setattr(rollout, "LAST_TRY", 0)
+    simulated = generate()
+    assert played.tracer.operation_count < simulated.tracer.operation_count / 1.5
+    assert played.peak_allocated_bytes == simulated.peak_allocated_bytes
+    assert played.peak_reserved_bytes == simulated.peak_reserved_bytes
+    assert played.memory.allocator.allocated_bytes == simulated.memory.allocator.allocated_bytes
+    assert played.elapsed_s == pytest.approx(simulated.elapsed_s, rel=1e-3)
 
 
 def test_a_long_rollout_played_in_strides_peaks_and_lasts_as_one_played_step_by_step(

@@ -60,9 +60,11 @@ class _Step:
 class RolloutSynthesis:
     """Compares the decode steps of one `generate` call, and extrapolates the rest once they repeat."""
 
-    def __init__(self, gpu: FakeGpu, total_steps: int) -> None:
+    def __init__(self, gpu: FakeGpu, total_steps: int, alike_after: int = 0) -> None:
+        """Steps repeat each other after `alike_after` of them: those until a sliding window is full are traced."""
         self.gpu = gpu
         self.total_steps = total_steps
+        self.first_try = FIRST_TRY + alike_after
         self.skipped_steps = 0
         self._marks: list[tuple[int, float, int]] = []
         self._traced_s: tuple[dict[str, float], ...] = ()  # parts of the time at the last two boundaries
@@ -76,7 +78,7 @@ class RolloutSynthesis:
         done = len(self._marks) - 1
         if clock.log is not None:
             clock.log.decode_step(done)
-        if not FIRST_TRY <= done <= LAST_TRY or done >= self.total_steps:
+        if not 0 <= done - self.first_try <= LAST_TRY - FIRST_TRY or done >= self.total_steps:
             return False
         before, last = self._step(done - 2), self._step(done - 1)
         if before is None or last is None or before.events != last.events:
@@ -210,16 +212,14 @@ def _sample(
         criteria, settings = kwargs.get("stopping_criteria"), kwargs.get("generation_config")
         steps = (getattr(criteria, "max_length", None) or 0) - input_ids.shape[1]
         plain = not getattr(settings, "return_dict_in_generate", False) and kwargs.get("streamer") is None
-        if (
-            not plain
-            or steps <= FIRST_TRY + 2
-            or not isinstance(input_ids, FakeTensor)
-            or not _grows(model, steps, input_ids)
-        ):
+        if not plain or steps <= FIRST_TRY + 2 or not isinstance(input_ids, FakeTensor):
             return original(model, input_ids, *args, **kwargs)
+        filling = _filling(model, steps, input_ids)
+        if filling is not None and gpu.clock.log is not None:
+            return original(model, input_ids, *args, **kwargs)  # a forecast is made of what no window has cut
         if gpu.skips_rollouts:
             return torch.cat([input_ids, input_ids.new_empty((len(input_ids), steps))], dim=1)
-        synthesis = RolloutSynthesis(gpu, steps)
+        synthesis = RolloutSynthesis(gpu, steps, filling or 0)
         running.append(synthesis)
         try:
             out = original(model, input_ids, *args, **kwargs)
@@ -274,14 +274,14 @@ def _has_unfinished(running: list[RolloutSynthesis | _Countdown], original: Call
     return has_unfinished
 
 
-def _grows(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> bool:
-    """Whether the cache grows by the same amount at every step (a full sliding window does not grow)."""
+def _filling(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> int | None:
+    """Steps until the model's sliding window is full, after which its cache does not grow; None if it never is."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
-    window = getattr(text, "sliding_window", None)
+    window, prompt = int(getattr(text, "sliding_window", None) or 0), input_ids.shape[1]
     kinds = getattr(text, "layer_types", None) or ()
-    slides = bool(window) and (any("sliding" in kind for kind in kinds) or not kinds)
-    return not slides or input_ids.shape[1] + steps <= int(window or 0)
+    slides = window and (any("sliding" in kind for kind in kinds) or not kinds)
+    return max(0, window + 1 - prompt) if slides and prompt + steps > window else None
 
 
 # Continuous batching of transformers on the simulated card, whose generation loop runs in a thread of its own.
