@@ -134,7 +134,7 @@ _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok"
     [
         ("llama", {}, True),
         pytest.param("qwen3_moe", _EXPERTS, False, marks=pytest.mark.thorough),
-        ("gemma3_text", {"num_hidden_layers": 8, "sliding_window": 32, "layer_types": _EVERY_SECOND * 4}, False),
+        ("gemma3_text", {"num_hidden_layers": 8, "sliding_window": 32, "layer_types": _EVERY_SECOND * 4}, True),
     ],
 )  # fmt: skip
 def test_patterns_experts_and_rollouts_expand(

@@ -215,8 +215,8 @@ def _sample(
         if not plain or steps <= FIRST_TRY + 2 or not isinstance(input_ids, FakeTensor):
             return original(model, input_ids, *args, **kwargs)
         filling = _filling(model, steps, input_ids)
-        if filling is not None and gpu.clock.log is not None:
-            return original(model, input_ids, *args, **kwargs)  # a forecast is made of what no window has cut
+        if filling and gpu.clock.log is not None:
+            return original(model, input_ids, *args, **kwargs)  # a forecast is made of steps that are alike
         if gpu.skips_rollouts:
             return torch.cat([input_ids, input_ids.new_empty((len(input_ids), steps))], dim=1)
         synthesis = RolloutSynthesis(gpu, steps, filling or 0)
