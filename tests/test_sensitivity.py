@@ -121,6 +121,9 @@ def test_the_margin_is_the_last_token_that_fits() -> None:
     wide = sensitivity(space, [best], best, limit_bytes=10**10, predict=lawful(space))["margin"]
     assert (wide["tokens"], wide["at_least"]) == (3 * 64, True)  # type: ignore[index]
 
+    only_its_own = margin_sentence(replace(margin_of(kept), tokens=0, at_least=True))
+    assert only_its_own.endswith("how far max_completion_length can grow was not predicted")
+
     def traced(candidate: Candidate, tokens: int | None) -> tuple[float, float] | None:
         return None if (tokens or 0) > 70 else lawful(space)(candidate, tokens)
 

@@ -215,7 +215,7 @@ def margin_sentence(margin: Margin, *, predicted: bool = False) -> str:
     head = f"It leaves {format_bytes(margin.bytes_left)} under the limit"
     if margin.key is None:
         return head
-    if margin.tokens is None:
+    if margin.tokens is None or (margin.at_least and not margin.tokens):
         return f"{head}; how far {margin.key} can grow was not predicted"
     more = "at least" if margin.at_least else "about"
     source = "" if predicted else f" ({margin.fidelity})"
