@@ -52,7 +52,8 @@ def test_a_played_rollout_peaks_where_a_simulated_one_does(
     assert played.timeline.at_peak["KV cache"] > 0
 
 
-@pytest.mark.parametrize("window", [8, pytest.param(24, marks=pytest.mark.slow)])  # full at once; after 9 steps
+# Full at once; after 9 steps, which are traced; after 25, of which most are played.
+@pytest.mark.parametrize("window", [8, *(pytest.param(window, marks=pytest.mark.slow) for window in (24, 40))])
 def test_a_rollout_is_played_once_its_sliding_window_is_full(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def generate() -> FakeGpu:
         with fake_gpu("a100-40gb") as gpu:
@@ -63,16 +64,16 @@ def test_a_rollout_is_played_once_its_sliding_window_is_full(window: int, monkey
             )  # fmt: skip
             model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).cuda()
             ids = torch.full((8, 16), 5).cuda()
-            settings = GenerationConfig(max_new_tokens=28, do_sample=True, pad_token_id=4001, eos_token_id=4000)
+            settings = GenerationConfig(max_new_tokens=40, do_sample=True, pad_token_id=4001, eos_token_id=4000)
             out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-            assert out.shape == (8, 44)
+            assert out.shape == (8, 56)
         return gpu
 
     played = generate()
     monkeypatch.setattr(rollout, "LAST_TRY", 0)
     simulated = generate()
     assert played.tracer.operation_count < simulated.tracer.operation_count / 1.5
-    assert played.peak_allocated_bytes == simulated.peak_allocated_bytes
+    assert 0 <= played.peak_allocated_bytes - simulated.peak_allocated_bytes < 20_000
     assert played.peak_reserved_bytes == simulated.peak_reserved_bytes
     assert played.memory.allocator.allocated_bytes == simulated.memory.allocator.allocated_bytes
     assert played.elapsed_s == pytest.approx(simulated.elapsed_s, rel=1e-3)

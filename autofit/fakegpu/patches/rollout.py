@@ -13,7 +13,7 @@ every 8th: 2.5 %, for a native allocator with such a cache fragments, and its le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -194,7 +194,8 @@ def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[
     running: list[RolloutSynthesis | _Countdown] = []
     reason = "a rollout is played from its first tokens, not simulated token by token"
     yield mixin, "generate", if_alike_played(gpu, untouched(mixin.generate)), "a rollout like one before is played"
-    yield mixin, "_sample", _sample(gpu, running, untouched(mixin._sample)), reason
+    dropped = getattr(module, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
+    yield mixin, "_sample", _sample(gpu, running, untouched(mixin._sample), dropped), reason
     yield (
         mixin,
         "_beam_search",
@@ -206,8 +207,23 @@ def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[
 
 
 def _sample(
-    gpu: FakeGpu, running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
+    gpu: FakeGpu, running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor],
+    dropped: Container[str],
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """`_sample`, which plays its steps; what is `dropped` of its arguments only the prompt needs."""
+
+    def played(
+        synthesis: RolloutSynthesis, model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object
+    ) -> torch.Tensor:
+        """All tokens of the steps of `synthesis`."""
+        running.append(synthesis)
+        try:
+            out = original(model, input_ids, *args, **kwargs)
+        finally:
+            running.remove(synthesis)
+        rest = out[:, -1:].expand(-1, synthesis.skipped_steps)
+        return torch.cat([out, rest], dim=1) if synthesis.skipped_steps else out
+
     def sample(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         criteria, settings = kwargs.get("stopping_criteria"), kwargs.get("generation_config")
         steps = (getattr(criteria, "max_length", None) or 0) - input_ids.shape[1]
@@ -219,16 +235,19 @@ def _sample(
             return original(model, input_ids, *args, **kwargs)  # a forecast is made of steps that are alike
         if gpu.skips_rollouts:
             return torch.cat([input_ids, input_ids.new_empty((len(input_ids), steps))], dim=1)
-        synthesis = RolloutSynthesis(gpu, steps, filling or 0)
-        running.append(synthesis)
-        try:
-            out = original(model, input_ids, *args, **kwargs)
-        finally:
-            running.remove(synthesis)
-        if synthesis.skipped_steps:
-            rest = out[:, -1:].expand(-1, synthesis.skipped_steps)
-            out = torch.cat([out, rest], dim=1)
-        return out
+        cache = kwargs.get("past_key_values")
+        if filling is not None and filling > 3 * FIRST_TRY and not args and _can_grow(cache):
+            first = RolloutSynthesis(gpu, filling - 2)
+            input_ids = played(first, model, input_ids, **kwargs)
+            if not first.skipped_steps:
+                return input_ids
+            _grow(gpu, cache, first.skipped_steps)
+            kwargs = model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=first.total_steps)
+            kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
+            if hasattr(settings, "_mask_length"):  # of a mask of ones, which is not passed
+                settings._mask_length = input_ids.shape[1]
+            steps, filling = steps - first.total_steps, 3
+        return played(RolloutSynthesis(gpu, steps, filling or 0), model, input_ids, *args, **kwargs)
 
     return sample
 
@@ -282,6 +301,31 @@ def _filling(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> int
     kinds = getattr(text, "layer_types", None) or ()
     slides = window and (any("sliding" in kind for kind in kinds) or not kinds)
     return max(0, window + 1 - prompt) if slides and prompt + steps > window else None
+
+
+_OF_TOKENS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # transformers/cache_utils.py
+
+
+def _can_grow(cache: Any) -> bool:
+    """Whether all layers of a cache keep nothing but the keys and values of tokens."""
+    layers = getattr(cache, "layers", None) or ()
+    return bool(layers) and all(type(layer).__name__ in _OF_TOKENS for layer in layers)
+
+
+def _grow(gpu: FakeGpu, cache: Any, tokens: int) -> None:
+    """Give a cache the shape that it has `tokens` later; its memory has been played to there."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            before = getattr(layer, name)
+            gpu.tracer.paused = True
+            try:
+                after = before.new_empty((*before.shape[:-2], before.shape[-2] + tokens, before.shape[-1]))
+            finally:
+                gpu.tracer.paused = False
+            gpu.memory.take_over(after, before)
+            setattr(layer, name, after)
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length += tokens
 
 
 # Continuous batching of transformers on the simulated card, whose generation loop runs in a thread of its own.
