@@ -147,8 +147,8 @@ def place_of(
     """Where sample `index` of the prepared `rows` is: its row in the dataset `raw`, and in what is trained on.
 
     `largest` has the places in `raw` of `rows`, if only those were prepared. What is not known is None: the row where
-    samples were dropped, or `mixed` by shuffling, and both places where samples are `packed`. The number of rows is that
-    of the samples, packed or not.
+    samples were dropped, or `mixed` by shuffling, and both places where samples are `packed`. The number of rows is
+    that of the samples, packed or not.
     """
     if packed:
         return {_ROW: None, _INDEX: None, _COUNT: len(raw)}

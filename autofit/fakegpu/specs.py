@@ -328,7 +328,8 @@ GPU_SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _ALL}
 _ALIASES = {
     "a100": "a100-40gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "v100": "v100-16gb",
     "3090": "rtx3090", "4080": "rtx4080", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
-    "a800-80gb": "a800", "h20-96gb": "h20", "3060": "rtx3060", "rtxa4000": "a4000", "rtx-pro-6000-blackwell": "rtxpro6000",
+    "a800-80gb": "a800", "h20-96gb": "h20", "3060": "rtx3060", "rtxa4000": "a4000",
+    "rtx-pro-6000-blackwell": "rtxpro6000",
     "rtx-pro-6000-blackwell-workstation-edition": "rtxpro6000",
 }  # fmt: skip
 
