@@ -241,6 +241,28 @@ def test_a_micro_batch_that_only_the_deprecated_key_says_is_told_with_the_key_to
     path.write_text(text)
     found = dict(explain(path).lines)
     assert found["micro-batches"].startswith("not known: ppo_micro_batch_size 64 is deprecated")
+    assert any("verl ends when the workers start" in line for line in explain(path).wrong)
+
+
+@pytest.mark.parametrize(
+    ("section", "ends"),
+    [
+        (ROLLOUT, "rollout.* ends when the workers start"),
+        ("actor_rollout_ref.ref", "ref.* ends at the reference's first pass"),
+    ],
+)
+def test_a_pass_whose_micro_batch_only_the_deprecated_key_says_is_named(
+    section: str, ends: str, tmp_path: Path
+) -> None:
+    key = f"{section}.log_prob_micro_batch_size"
+    (tmp_path / "run.sh").write_text(script({k: v for k, v in QWEN.items() if k != f"{key}_per_gpu"} | {key: 64}))
+    assert [line for line in explain(tmp_path / "run.sh").wrong if re.search(ends, line)]
+
+
+def test_verls_critic_takes_no_deprecated_micro_batch(tmp_path: Path) -> None:
+    key = "critic.ppo_micro_batch_size"
+    (tmp_path / "run.sh").write_text(script({**QWEN, **PPO, "critic.use_dynamic_bsz": False, key: 64}))
+    assert [line for line in explain(tmp_path / "run.sh").wrong if line.startswith(f"{key}_per_gpu must be set")]
 
 
 SIMULATED = [
