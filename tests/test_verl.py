@@ -121,6 +121,22 @@ def test_a_change_of_a_key_that_verl_does_not_have_is_refused_with_the_nearest(
         changed(source_of(path), {key: 1})
 
 
+def test_keys_of_a_yaml_that_verl_does_not_have_are_a_note(tmp_path: Path) -> None:
+    """hydra adds a file's own keys to the config; it refuses those of overrides alone."""
+    path = tmp_path / "run.yaml"
+    nested: dict[str, Any] = {}
+    for key, value in {**QWEN, f"{ROLLOUT}.gpu_memory_utilisation": 0.3, f"{ACTOR}.optim._target_": "a"}.items():
+        *sections, name = key.split(".")
+        part = nested
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[name] = value
+    path.write_text(yaml.safe_dump(nested))
+    note = f"verl 0.9 has no key {ROLLOUT}.gpu_memory_utilisation (write {ROLLOUT}.gpu_memory_utilization); hydra"
+    assert [said for said in explain(path).notes if said.startswith(note)]
+    assert [said for said in source_of(path).notes if note in said]
+
+
 def test_an_override_of_what_is_not_in_verls_config_is_written_with_the_plus_that_hydra_wants() -> None:
     foreign = verl_recipe.recipe(QWEN)
     said = verl_recipe.say(foreign, {"param_dtype": "bf16", "param_offload": True})
@@ -133,7 +149,7 @@ def test_a_key_of_the_batch_with_a_letter_wrong_is_named_and_its_default_stands_
     right = "actor_rollout_ref.actor.ppo_mini_batch_size"
     wrong = right.replace("mini_batch", "minibatch")
     path.write_text(script({wrong if key == right else key: value for key, value in QWEN.items()}))
-    message = f"verl has no key {wrong}, and hydra refuses it at the start; write {right}"
+    message = f"verl has no key {wrong}; write {right}"
     assert message in explain(path).wrong
     with pytest.raises(ConfigError, match=re.escape(message)):
         source_of(path)
