@@ -406,7 +406,7 @@ def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text(yaml.safe_dump({**QWEN, "actor_rollout_ref": {}}))
     with pytest.raises(ConfigError, match="put the overrides that it finds behind verl's own command"):
         TRAINER.inspect({"model_path": "m"}, Inspection(device="cuda", worst_case=WorstCase(path=path)))
-    with pytest.raises(ConfigError, match="behind verl's own command"):
+    with pytest.raises(ConfigError, match=r"export TRIAL --to verl. prints a trial's overrides"):
         TRAINER.small_trainings({}, tmp_path, most_samples=1, most_steps=1)
 
 
