@@ -112,7 +112,9 @@ class FitCheck:
         least = self.least_capacity_bytes
         yield "peak allocated", format_bytes(self.peak_allocated_bytes), "live tensors"
         yield "peak reserved", format_bytes(self.peak_reserved_bytes), "held by PyTorch's allocator"
-        yield "device used", format_bytes(self.device_used_bytes), "with the CUDA context"
+        beyond = least is not None and least <= self.target_bytes < self.device_used_bytes
+        more = ", on a card without a limit" if beyond else ""
+        yield "device used", format_bytes(self.device_used_bytes), f"with the CUDA context{more}"
         yield "least capacity", "-" if least is None else format_bytes(least), "the smallest target that is enough"
         yield "step", self._step, "predicted"
 

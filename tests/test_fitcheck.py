@@ -282,6 +282,15 @@ def test_html_is_escaped_for_a_note_may_hold_anything() -> None:
     assert "&lt;l4&gt;" in html
 
 
+def test_a_script_that_fits_by_giving_up_its_cache_says_that_more_is_used_on_a_card_without_a_limit() -> None:
+    found = autofit.FitCheck(
+        gpu="l4", capacity_bytes=9, target_bytes=9, peak_allocated_bytes=7, peak_reserved_bytes=11,
+        device_used_bytes=12, least_capacity_bytes=8, step_s=None, peak_phase="step 2", alive_at_peak=(), notes=(),
+    )  # fmt: skip
+    assert "with the CUDA context, on a card without a limit" in str(found)
+    assert "without a limit" not in str(replace(found, target_bytes=12))
+
+
 def test_places_in_html_are_escaped_too() -> None:
     found = autofit.fit_check(lambda: build(64), step, gpu="l4")
     assert any("<lambda>" in row.place or "build" in row.place for row in found.alive_at_peak)

@@ -177,6 +177,14 @@ def test_the_next_command_of_a_simulated_study_trains_where_that_card_is(
     assert f"Next: autofit promote best{written} --dir" in capsys.readouterr().out
 
 
+def test_the_next_command_of_a_study_of_verl_prints_the_overrides(
+    studied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """promote wants the gradient proof, which nothing here can train for verl."""
+    show_result(argparse.Namespace(json=False, dir=studied), replace(autofit.report(folder=studied), trainer="verl"))
+    assert "Next: autofit export best --to verl --dir" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_interrupted_search_says_how_to_go_on(
     interrupted: bool, studied: Path, capsys: pytest.CaptureFixture[str]

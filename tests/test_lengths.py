@@ -212,6 +212,12 @@ def test_lengths_above_the_longest_sample_count_as_that_and_it_is_said(tmp_path:
     assert "up to 9,000 tokens were given" in found.notes[0]
 
 
+def test_the_whole_run_of_packed_samples_has_their_tokens_in_rows_that_are_full(tmp_path: Path) -> None:
+    run = told(tmp_path, sft_recipe(packing=True), Lengths(tokens=(256,), source="one length")).run
+    assert run is not None
+    assert (run.steps, run.tokens) == (16, 16 * 16 * 2048)  # twice 1000 x 256 / 2048 rows, 16 of them a step
+
+
 def test_steps_of_a_run_are_counted_as_transformers_does() -> None:
     assert run_steps(sft_recipe(max_steps=7), None) == 7
     assert run_steps(sft_recipe(), None) is None

@@ -484,7 +484,9 @@ def test_axolotls_batch_size_has_no_effect_beside_its_default_accumulation_of_on
     found = of_yaml(tmp_path, {**values, "batch_size": 12})
     assert found.values["gradient_accumulation_steps"] == 1
     assert any(note.startswith("batch_size 12 has no effect") for note in found.notes)
-    assert not can_say(found, "gradient_accumulation_steps", 2)  # beside batch_size Axolotl refuses it
+    halved = {"gradient_accumulation_steps": 2}
+    own = yaml.safe_load(written(tmp_path / "run.yaml", halved))
+    assert (own["batch_size"], own["gradient_accumulation_steps"]) == (None, 2)  # Axolotl refuses both
     told = dict(explain(tmp_path / "run.yaml").lines)
     assert "gradient_accumulation_steps 1 (the default)" in told["effective batch"]
 

@@ -479,6 +479,9 @@ def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_pat
     assert not hasattr(trl, "ORPOTrainer")
     assert (model.dtype, arguments.max_length, arguments.warmup_steps) == ("bfloat16", 64, 0.1)
     assert "older names were read by those of today: torch_dtype as dtype" in notes
+    plain: list[str] = []
+    with understood('AutoModelForCausalLM.from_pretrained("a", torch_dtype="auto")', plain.append):
+        assert plain == []  # an argument of transformers', not TRL's ModelConfig
 
 
 @pytest.mark.parametrize("name", list(catalogue.others()))

@@ -47,6 +47,7 @@ def test_a_change_of_an_inner_key_leaves_the_rest_of_its_mapping_as_it_is() -> N
     assert found["other"] == {"deep": {"key": 3}}
     assert given[OPTIONS] == {"use_reentrant": False}
     assert merge({OPTIONS: {"offload": True}}, {f"{OPTIONS}.offload": None}) == {}
+    assert merge({"a": 1, "max_length": 512}, {"a": None, "max_length": None}) == {"max_length": None}  # TRL: no limit
     with pytest.raises(ConfigError, match=r"a must be a mapping, or a\.b cannot be set; got 1"):
         merge(given, {"a.b": 2})
 

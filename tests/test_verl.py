@@ -121,6 +121,22 @@ def test_a_change_of_a_key_that_verl_does_not_have_is_refused_with_the_nearest(
         changed(source_of(path), {key: 1})
 
 
+def test_keys_of_a_yaml_that_verl_does_not_have_are_a_note(tmp_path: Path) -> None:
+    """hydra adds a file's own keys to the config; it refuses those of overrides alone."""
+    path = tmp_path / "run.yaml"
+    nested: dict[str, Any] = {}
+    for key, value in {**QWEN, f"{ROLLOUT}.gpu_memory_utilisation": 0.3, f"{ACTOR}.optim._target_": "a"}.items():
+        *sections, name = key.split(".")
+        part = nested
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[name] = value
+    path.write_text(yaml.safe_dump(nested))
+    note = f"verl 0.9 has no key {ROLLOUT}.gpu_memory_utilisation (write {ROLLOUT}.gpu_memory_utilization); hydra"
+    assert [said for said in explain(path).notes if said.startswith(note)]
+    assert [said for said in source_of(path).notes if note in said]
+
+
 def test_an_override_of_what_is_not_in_verls_config_is_written_with_the_plus_that_hydra_wants() -> None:
     foreign = verl_recipe.recipe(QWEN)
     said = verl_recipe.say(foreign, {"param_dtype": "bf16", "param_offload": True})
@@ -133,7 +149,7 @@ def test_a_key_of_the_batch_with_a_letter_wrong_is_named_and_its_default_stands_
     right = "actor_rollout_ref.actor.ppo_mini_batch_size"
     wrong = right.replace("mini_batch", "minibatch")
     path.write_text(script({wrong if key == right else key: value for key, value in QWEN.items()}))
-    message = f"verl has no key {wrong}, and hydra refuses it at the start; write {right}"
+    message = f"verl has no key {wrong}; write {right}"
     assert message in explain(path).wrong
     with pytest.raises(ConfigError, match=re.escape(message)):
         source_of(path)
@@ -241,6 +257,28 @@ def test_a_micro_batch_that_only_the_deprecated_key_says_is_told_with_the_key_to
     path.write_text(text)
     found = dict(explain(path).lines)
     assert found["micro-batches"].startswith("not known: ppo_micro_batch_size 64 is deprecated")
+    assert any("verl ends when the workers start" in line for line in explain(path).wrong)
+
+
+@pytest.mark.parametrize(
+    ("section", "ends"),
+    [
+        (ROLLOUT, "rollout.* ends when the workers start"),
+        ("actor_rollout_ref.ref", "ref.* ends at the reference's first pass"),
+    ],
+)
+def test_a_pass_whose_micro_batch_only_the_deprecated_key_says_is_named(
+    section: str, ends: str, tmp_path: Path
+) -> None:
+    key = f"{section}.log_prob_micro_batch_size"
+    (tmp_path / "run.sh").write_text(script({k: v for k, v in QWEN.items() if k != f"{key}_per_gpu"} | {key: 64}))
+    assert [line for line in explain(tmp_path / "run.sh").wrong if re.search(ends, line)]
+
+
+def test_verls_critic_takes_no_deprecated_micro_batch(tmp_path: Path) -> None:
+    key = "critic.ppo_micro_batch_size"
+    (tmp_path / "run.sh").write_text(script({**QWEN, **PPO, "critic.use_dynamic_bsz": False, key: 64}))
+    assert [line for line in explain(tmp_path / "run.sh").wrong if line.startswith(f"{key}_per_gpu must be set")]
 
 
 SIMULATED = [
@@ -368,7 +406,7 @@ def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text(yaml.safe_dump({**QWEN, "actor_rollout_ref": {}}))
     with pytest.raises(ConfigError, match="put the overrides that it finds behind verl's own command"):
         TRAINER.inspect({"model_path": "m"}, Inspection(device="cuda", worst_case=WorstCase(path=path)))
-    with pytest.raises(ConfigError, match="behind verl's own command"):
+    with pytest.raises(ConfigError, match=r"export TRIAL --to verl. prints a trial's overrides"):
         TRAINER.small_trainings({}, tmp_path, most_samples=1, most_steps=1)
 
 

@@ -33,7 +33,7 @@ from autofit.files import Scratch
 from autofit.plugin.protocol import WorstCase
 
 from .images import sees
-from .offline import OutOfReachError
+from .offline import SAMPLES, OutOfReachError
 from .trl_config import TrlConfig
 
 # Settings turned off in a trainer that only prepares its dataset: each acts outside the process or needs a real model.
@@ -79,10 +79,11 @@ def split(config: TrlConfig, *, evaluation: bool = False) -> Any:
 
 
 def dataset_name(config: TrlConfig) -> str:
-    """The dataset's name in the recipe."""
+    """The dataset's name in the recipe, in words where samples were made up in its place."""
     if config.datasets.datasets:
         return ", ".join(str(d.data_files or d.path) for d in config.datasets.datasets)
-    return str(config.script.dataset_name)
+    name = str(config.script.dataset_name)
+    return "the made-up samples" if os.path.basename(name) == SAMPLES else name
 
 
 def short(error: BaseException) -> str:

@@ -187,7 +187,7 @@ class HfTrainer(SamplesTrainer):
         longest = limit if training.packing or training.pad_to_max_length else int(longer[index])
         facts: dict[str, Any] = {
             "num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": int(longer[index]) >= limit,
-            **place_of(index, rows, raw, largest, mixed=bool(training.packing)),
+            **place_of(index, rows, raw, largest, packed=bool(training.packing)),
         }  # fmt: skip
         if training.objective not in SAMPLES:
             shorter_ones = _tokens(rows, np.add) - longer

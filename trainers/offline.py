@@ -88,7 +88,7 @@ def with_local_file(values: dict[str, object], *, needed: bool = True) -> dict[s
     return rest | {"datasets": [{"path": _DATA_FORMATS[Path(name).suffix], "data_files": name}]}
 
 
-_SAMPLES = "made_up_samples"
+SAMPLES = "made_up_samples"
 _WORDS = 260  # tokens of the small tokenizer, which loads in 2 ms; bytes and times depend on the model's vocabulary
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
@@ -135,7 +135,7 @@ def overrides(values: Mapping[str, object], folder: Path) -> dict[str, object]:
     if "model_name_or_path" in changes:
         changes |= without_tokens(values)
     rewards = values.get("reward_funcs")
-    if (folder / _SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
+    if (folder / SAMPLES).is_dir() and isinstance(rewards, list):  # may need columns of the real dataset
         changes["reward_funcs"] = [name if name in FEATURES else f"{__name__}.no_reward" for name in rewards]
     return changes
 
@@ -178,7 +178,7 @@ def or_stated(inspection: Inspection) -> Iterator[None]:
 
 def clear(folder: Path) -> None:
     """Remove the stand-ins of an earlier inspection from `folder`."""
-    for name in (*_MODELS.values(), _SAMPLES):
+    for name in (*_MODELS.values(), SAMPLES):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -364,7 +364,7 @@ def made_up_dataset(
     """
     if trainer == "reward":
         tokens = min(tokens, max_length or tokens) - 1
-    home = folder / _SAMPLES
+    home = folder / SAMPLES
     home.mkdir(parents=True, exist_ok=True)
     row: dict[str, object] = {}
     for column, share in _COLUMNS[trainer].items():

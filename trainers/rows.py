@@ -142,13 +142,16 @@ _ROW, _INDEX, _COUNT = "row", "row_trained_on", "rows_trained_on"
 
 
 def place_of(
-    index: int, rows: Any, raw: Any, largest: Sequence[int] | None, *, mixed: bool = False
+    index: int, rows: Any, raw: Any, largest: Sequence[int] | None, *, mixed: bool = False, packed: bool = False
 ) -> dict[str, int | None]:
     """Where sample `index` of the prepared `rows` is: its row in the dataset `raw`, and in what is trained on.
 
     `largest` has the places in `raw` of `rows`, if only those were prepared. What is not known is None: the row where
-    samples were dropped, or `mixed` by packing or shuffling.
+    samples were dropped, or `mixed` by shuffling, and both places where samples are `packed`. The number of rows is
+    that of the samples, packed or not.
     """
+    if packed:
+        return {_ROW: None, _INDEX: None, _COUNT: len(raw)}
     if largest is None:
         return {_ROW: index if len(rows) == len(raw) and not mixed else None, _INDEX: index, _COUNT: len(rows)}
     place = None if mixed else largest[index]

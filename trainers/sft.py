@@ -168,8 +168,9 @@ class SftTrainer(SamplesTrainer):
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
         facts["packed"] = _packing(config)
         facts |= place_of(
-            index, rows, raw, largest, mixed=bool(config.training.packing or config.training.shuffle_dataset)
-        )
+            index, rows, raw, largest, mixed=bool(config.training.shuffle_dataset),
+            packed=bool(config.training.packing),
+        )  # fmt: skip
         others = len(rows) < len(raw) and not config.training.packing
         filled = config.training.packing and config.training.packing_strategy == "wrapped"
         return (

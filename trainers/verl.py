@@ -57,6 +57,11 @@ _ONLY_SIMULATED = (
     f"{option('gpu', '8xh100')}, and put the overrides that it finds behind verl's own command"
 )
 
+_NOT_COMPARED = (
+    "verl trains with Ray and vLLM's processes, which autofit does not start, so no gradient is compared; `autofit "
+    "export TRIAL --to verl` prints a trial's overrides, to put behind verl's own command"
+)
+
 
 class VerlLoop(Loop):
     """The phases of verl's worker for one generation and each of its optimizer steps."""
@@ -390,7 +395,7 @@ class VerlTrainer(LoopTrainer):
         return VerlRun(loop, settings, steps=task.steps or 1)
 
     def small_trainings(self, *args: Any, **options: Any) -> Any:
-        raise ConfigError(_ONLY_SIMULATED)
+        raise ConfigError(_NOT_COMPARED)
 
 
 def _text_config(settings: Settings, name: str, key: str) -> Any:

@@ -138,7 +138,12 @@ def report(options: argparse.Namespace) -> int:
 
         found = compare_verl_log(options.verl_log, study=options.study, folder=options.dir,
                                  trial=options.trial or "best")  # fmt: skip
-        print(json.dumps(found.to_dict()) if options.json else found)
+        if options.json:
+            print(json.dumps(found.to_dict()))
+        else:
+            head, *rows = str(found).splitlines()
+            show_line(head)
+            print("\n".join(rows))
         return DONE
     result = api.report(options.study, folder=options.dir, html=options.html)
     if options.html is not None:
@@ -157,7 +162,9 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
         if result.winner is not None:
             where = dir_option(options.dir)
             written = "" if result.trains_on_data and _trains_here(result.device or "cpu") else " --write-only"
-            show_line(f"Next: autofit promote best{written}{where}   then: autofit ui{where}")
+            # verl trains by its own command alone, and no gradient of it is compared here
+            first = "export best --to verl" if result.trainer == "verl" else f"promote best{written}"
+            show_line(f"Next: autofit {first}{where}   then: autofit ui{where}")
     return exit_code(result.stop, fits=result.winner is not None)
 
 

@@ -328,7 +328,8 @@ GPU_SPECS: dict[str, GpuSpec] = {spec.name: spec for spec in _ALL}
 _ALIASES = {
     "a100": "a100-40gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200", "v100": "v100-16gb",
     "3090": "rtx3090", "4080": "rtx4080", "4090": "rtx4090", "5090": "rtx5090", "rtxa6000": "a6000",
-    "3060": "rtx3060", "rtxa4000": "a4000", "rtx-pro-6000-blackwell": "rtxpro6000",
+    "a800-80gb": "a800", "h20-96gb": "h20", "3060": "rtx3060", "rtxa4000": "a4000",
+    "rtx-pro-6000-blackwell": "rtxpro6000",
     "rtx-pro-6000-blackwell-workstation-edition": "rtxpro6000",
 }  # fmt: skip
 
@@ -372,8 +373,13 @@ def gpu_spec(name: str) -> GpuSpec:
     counted = re.fullmatch(r"(.+?)\s*[x*:]\s*(\d{1,3})", name)
     if counted is not None and _plain(counted[1]) in _BY_PLAIN_NAME:
         raise UnknownGpuError(f"unknown GPU {name!r}; several cards are written {counted[2]}x{counted[1]}")
+    counted = re.fullmatch(r"(\d{1,3})\s+(.+)", name)
+    if counted is not None and _plain(counted[2]) in _BY_PLAIN_NAME:
+        raise UnknownGpuError(f"unknown GPU {name!r}; several cards are written {counted[1]}x{counted[2]}")
     near = difflib.get_close_matches(_plain(name), list(_BY_PLAIN_NAME), n=4, cutoff=0.4)
-    names = list(dict.fromkeys(_BY_PLAIN_NAME[key].name for key in near))
+    chip = re.match(r"[a-z]*\d+[a-z]*", name.lower().strip())  # "h100" of "h100-96gb"
+    same = [spec.name for spec in _ALL if chip is not None and spec.name.partition("-")[0] == chip[0]]
+    names = same or list(dict.fromkeys(_BY_PLAIN_NAME[key].name for key in near))
     hint = f"did you mean {', '.join(names)}?" if names else f"known: {', '.join(sorted(GPU_SPECS))}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
 

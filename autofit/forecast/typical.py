@@ -106,10 +106,11 @@ class Typical:
         what = "rollout" if self.generates else "micro-batch"
         several = self.step_tokens > self.micro_batch_tokens
         widest = f", the longest of a step to {self.step_tokens:,}" if several else ""
+        steps = "1 step" if self.drawn == 1 else f"{self.drawn:,} steps"
         between = "" if len(self.simulated) < 2 else f", interpolated between {len(self.simulated)} simulated lengths"
         return (
             f"Typical step: {format_bytes(self.device_used_bytes)} needed, {format_seconds(self.step_s)} (median of "
-            f"{self.drawn:,} steps drawn from {self.lengths.source}{between}; a {what} is padded to "
+            f"{steps} drawn from {self.lengths.source}{between}; a {what} is padded to "
             f"{self.micro_batch_tokens:,} tokens{widest}). The worst step of an epoch: "
             f"{format_bytes(self.most_bytes)}, {format_seconds(self.most_s)} ({self.longest_tokens:,} tokens)."
         )
@@ -319,13 +320,20 @@ def _step_s(curve: _Curve, longest: Counts, recipe: Recipe) -> Floats:
 
 def _whole(estimator: Estimator, lengths: Lengths, step_s: float) -> WholeRun | None:
     recipe = estimator.recipe
-    steps = run_steps(recipe, recipe.num_samples if lengths.samples is None else lengths.samples)
+    each = float(np.mean(lengths.tokens)) if lengths.mean_tokens is None else lengths.mean_tokens
+    rows = lengths.samples
+    if rows is None:
+        rows = recipe.num_samples
+        limit = longest_tokens(recipe)
+        if recipe.resolved.get("packing") and limit:  # lengths are of samples, which fill rows of `limit` tokens
+            rows = None if rows is None else math.ceil(rows * each / limit)
+            each = limit
+    steps = run_steps(recipe, rows)
     if steps is None:
         return None
     price = prices().get(estimator.device.removeprefix("sim:"))
     cards = recipe.launch.cards
     usd = None if price is None else cards * price.usd_per_hour * steps * step_s / _HOUR_S
-    each = float(np.mean(lengths.tokens)) if lengths.mean_tokens is None else lengths.mean_tokens
     tokens = round(steps * recipe.effective_batch_size * each)
     return WholeRun(steps=steps, step_s=step_s, tokens=tokens, usd=usd, price=price, cards=cards)
 

@@ -221,7 +221,7 @@ def _batch(draft: Draft) -> None:
             f"batch_size {total} has no effect: Axolotl takes its default of gradient_accumulation_steps, 1; "
             "`gradient_accumulation_steps:` with no value beside batch_size makes it count"
         )
-        draft.fixed.add("gradient_accumulation_steps")
+        draft.defaults["gradient_accumulation_steps"] = 1
         total = None
     if steps is None and total is not None:
         steps = total // micro
@@ -603,7 +603,9 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     }  # fmt: skip
     if foreign.trainer == "grpo":
         own |= {key: lambda value, key=key: {f"trl.{key}": value} for key in (*_GRPO, "beta")}  # type: ignore[misc]
-    if of_batch and "gradient_accumulation_steps" in changes:
+    if "gradient_accumulation_steps" in foreign.defaults:  # a batch_size without effect, beside which it is refused
+        own["gradient_accumulation_steps"] = lambda value: {"batch_size": None, "gradient_accumulation_steps": value}
+    elif of_batch and "gradient_accumulation_steps" in changes:
         own["gradient_accumulation_steps"] = lambda value: {"batch_size": _product(value, micro)}
     elif of_batch and "per_device_train_batch_size" in changes:
         steps = foreign.values["gradient_accumulation_steps"]

@@ -23,7 +23,7 @@ from autofit.frontends import (
 from autofit.frontends.command import script_text, starts
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
-from autofit.frontends.verl_settings import script_notes
+from autofit.frontends.verl_settings import file_notes, script_notes
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
@@ -33,7 +33,7 @@ Read = TypeVar("Read")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
     LLAMA_FACTORY.name: llama_factory.recipe, AXOLOTL.name: axolotl.recipe, MS_SWIFT.name: ms_swift.recipe,
-    VERL.name: verl_recipe.recipe,
+    VERL.name: verl_recipe.of_file,
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def explain(path: Path, *, text: str | None = None, ranks: int | None = None) ->
             "recipe of TRL is explained by `autofit doctor`"
         )
     if tool is VERL:
-        return verl_rules.explain(verl.on_gpus(values, ranks))
+        return replace(verl_rules.explain(verl.on_gpus(values, ranks)), notes=file_notes(values))
     return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
 
 

@@ -136,7 +136,7 @@ def typos(config: VerlConfig) -> Iterator[str]:
         near = [known for known in DEFAULTS if known.rpartition(".")[0] == section and path not in DEFAULTS]
         names = {known.rpartition(".")[2]: known for known in near if abs(len(known) - len(path)) <= 2}
         if close := get_close_matches(name, names, n=1, cutoff=0.9):
-            yield f"verl has no key {path}, and hydra refuses it at the start; write {names[close[0]]}"
+            yield f"verl has no key {path}; write {names[close[0]]}"
 
 
 def on_gpus(values: Mapping[str, object], gpus: int | None) -> Mapping[str, object]:

@@ -34,7 +34,7 @@ from autofit.frontends.verl_rules import (
     sharded_head,
     uneven,
 )
-from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, is_in_config, script_notes
+from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, file_notes, is_in_config, script_notes
 from autofit.recipe import catalogue
 
 VERSION = "verl 0.9 (1dda039b)"
@@ -54,6 +54,12 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
         likely[key] = name if "/" in name else catalogue.of_folder(name) or UNSURE
     made = recipe({**likely, **found}, ranks=ranks, unread=unread, model_folder=folders.get(f"{M}.path"))
     return replace(made, notes=(*made.notes, *script_notes(text, found, unread)))
+
+
+def of_file(values: Mapping[str, object], *, folder: Path | None = None, ranks: int | None = None) -> Foreign:
+    """The recipe of a YAML's `values`, as `recipe` has it, with a note on keys that verl does not have."""
+    made = recipe(values, folder=folder, ranks=ranks)
+    return replace(made, notes=(*made.notes, *file_notes(values)))
 
 
 def recipe(

@@ -76,7 +76,8 @@ def critic_rules(config: VerlConfig, batch: Batch) -> Iterator[str]:
         return
     dynamic = config.said.get(f"{_C}.use_dynamic_bsz", config.value(f"{ACTOR}.use_dynamic_bsz"))
     given = [key for key in _WITHOUT_EFFECT[:2] if config.said.get(f"{_C}.{key}") is not None]
-    if str(dynamic).lower() not in ("true", "1") and len(given) != 1:  # workers/config/critic.py, line 96
+    # workers/config/critic.py, line 96; critic.yaml takes the deprecated key for the other too, and both are refused
+    if str(dynamic).lower() not in ("true", "1") and given != [_WITHOUT_EFFECT[0]]:
         yield "critic.ppo_micro_batch_size_per_gpu must be set, or critic.use_dynamic_bsz; verl refuses it at the start"
     samples, shards = _samples(config, batch), max(1, batch.gpus // _sharers(config))
     if samples % shards:
@@ -210,13 +211,22 @@ def _at_start(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "ppo_micro_batch_size and ppo_micro_batch_size_per_gpu exclude each other; remove the first"
     elif older is None and newer is None:
         yield "ppo_micro_batch_size_per_gpu must be set, or use_dynamic_bsz; verl refuses it at the start"
+    elif newer is None:  # `validate` in workers/config/actor.py, and else engine_workers.py, line 631
+        yield (f"ppo_micro_batch_size {older} without ppo_micro_batch_size_per_gpu is deprecated; verl ends when the "
+               "workers start")  # fmt: skip
     names = ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
     reference = config.is_on(f"{ACTOR}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
+    own = "actor_rollout_ref.model"
+    adapters = config.whole(f"{own}.lora_rank") or config.whole(f"{own}.lora.rank")  # the actor is the reference then
     for section in (ROLLOUT, REF) if reference else (ROLLOUT,):
         given = [name for name in names if config.value(f"{section}.{name}") is not None]
-        if len(given) != 1:
+        if given != [names[1]] and not (adapters and section == REF and given):
             short = section.removeprefix("actor_rollout_ref.")
-            yield f"{short}.{names[1]} must be set, and {short}.{names[0]} not; verl refuses it at the start"
+            # the deprecated one alone: engine_workers.py, line 630; of the reference engine/utils.py, line 125
+            ends = "refuses it at the start" if len(given) != 1 else (
+                "ends when the workers start" if section == ROLLOUT else "ends at the reference's first pass"
+            )  # fmt: skip
+            yield f"{short}.{names[1]} must be set, and {short}.{names[0]} not; verl {ends}"
 
 
 _PARTS = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")  # of the rollout

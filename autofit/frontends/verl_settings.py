@@ -204,6 +204,7 @@ KEYS: Mapping[str, Key] = {f.name: f.metadata["key"] for f in fields(Settings) i
 
 
 _ALIKE = 0.85
+_MOST_TOLD = 5  # unknown keys of a file
 _LONGEST = "actor_rollout_ref"  # the part of most keys
 
 
@@ -248,20 +249,45 @@ def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[
     if config.strategy not in FSDP_STRATEGIES or {ENGINE, CONFIG_NAME}.intersection(unread):
         return ()  # another engine's config has keys of its own
     told = "".join(typos(config))
-    refused = [said for key in bare_keys(text) if f" {key}," not in told and (said := unknown_key(key))]
+    refused = [said for key in bare_keys(text) if f" {key};" not in told and (said := unknown_key(key))]
     return tuple(f"{said} (an older verl may have it)" for said in refused)
+
+
+def file_notes(values: Mapping[str, object]) -> tuple[str, ...]:
+    """A note on the keys of a YAML that verl does not have, which hydra adds to the config, for FSDP engines."""
+    config = VerlConfig.of(values)
+    told = "".join(typos(config))
+    unknown = [
+        path for path in config.said
+        if is_below_a_part(path) and "._" not in path and f" {path};" not in told and unknown_key(path)
+    ] if config.strategy in FSDP_STRATEGIES else []  # fmt: skip
+    if not unknown:
+        return ()
+    named = [f"{path} (write {near})" if (near := _beside(path)) else path for path in unknown[:_MOST_TOLD]]
+    more = f" and {len(unknown) - _MOST_TOLD} more" if len(unknown) > _MOST_TOLD else ""
+    return (
+        f"verl 0.9 has no key {', '.join(named)}{more}; hydra takes it from a file without a word, so it has no "
+        "effect, or ends the run where verl makes a dataclass of its section (another verl may have it)",
+    )  # fmt: skip
 
 
 def _near(key: str) -> str | None:
     """The key that was meant: without its actor_rollout_ref, like it in its section, or of its name in another one."""
     if is_in_config(whole := whole_key(key)):
         return whole
-    section, _, name = key.rpartition(".")
-    if close := get_close_matches(name, _sections().get(section, ()), n=1, cutoff=_ALIKE):
-        return f"{section}.{close[0]}"
+    if beside := _beside(key):
+        return beside
+    name = key.rpartition(".")[2]
     paths = [f"{section}.{name}" for section, names in _sections().items() for name in names if section]
     elsewhere = [path for path in paths if path.endswith(f".{name}")]
     return next(iter(get_close_matches(key, elsewhere, n=1, cutoff=0.0)), None)
+
+
+def _beside(key: str) -> str | None:
+    """The key of its section that is nearly the same."""
+    section, _, name = key.rpartition(".")
+    close = get_close_matches(name, _sections().get(section, ()), n=1, cutoff=_ALIKE)
+    return f"{section}.{close[0]}" if close else None
 
 
 @cache

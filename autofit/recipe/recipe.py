@@ -17,6 +17,8 @@ from autofit.units import format_bytes
 
 _MOST_SAMPLES = 10**6  # of one optimizer step or rollout; pre-training on thousands of cards takes 10^4 sequences
 
+_NO_LIMIT = ("max_length", "max_completion_length")  # TRL's defaults of these are limits, and null is none
+
 TrainerName = str  # an installed trainer's name, or module:object
 
 
@@ -236,7 +238,7 @@ def tuned_yaml(values: Mapping[str, object], changes: Mapping[str, object], *, c
 
 
 def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """`values` with `changes` applied; None removes a key, and `env` is merged key by key.
+    """`values` with `changes` applied; None removes a key or a limit, and `env` is merged key by key.
 
     A change of `activation_checkpointing_kwargs.offload` changes that key inside the mapping, and no other.
     """
@@ -251,7 +253,7 @@ def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
         old = tuned.get(key)
         if key == "env" and isinstance(value, Mapping) and isinstance(old, Mapping):
             value = {**old, **value}
-        if value is None:
+        if value is None and key not in _NO_LIMIT:
             tuned.pop(key, None)
         else:
             tuned[key] = value

@@ -52,7 +52,8 @@ def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
         for kind, config in {transformers.Trainer: None, transformers.Seq2SeqTrainer: None, **of_trl}.items():
             patches.enter_context(mock.patch.object(kind, "__init__", _of_trainer(kind, config, note)))
         for module, name, instead, what in _gone():
-            if re.search(rf"\b{name}\b", code) and not hasattr(module, name):
+            named = module is not trl.ModelConfig or "ModelConfig" in code  # else another's argument has that name
+            if named and re.search(rf"\b{name}\b", code) and not hasattr(module, name):
                 setattr(module, name, instead)
                 patches.callback(delattr, module, name)
                 note(f"{name} is gone from {module.__name__}: {what}")

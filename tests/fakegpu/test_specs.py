@@ -25,6 +25,11 @@ def test_names_are_forgiving() -> None:
 
 
 def test_an_unknown_name_gets_one_message_with_the_near_ones() -> None:
+    with pytest.raises(UnknownGpuError, match=r"did you mean h100, h100-pcie\?"):  # the chip, not the size
+        gpu_spec("h100-96gb")
+    with pytest.raises(UnknownGpuError, match=r"several cards are written 8xh100"):
+        gpu_spec("8 h100")
+    assert gpu_spec("a800-80gb").name == "a800"
     with pytest.raises(UnknownGpuError, match=r"unknown GPU 'rtx4070'; did you mean rtx.*\?"):
         gpu_spec("rtx4070")
 
