@@ -68,6 +68,7 @@ def test_the_columns_of_a_recipes_dataset_say_its_trainer_where_keys_do_not(
     values = {"dataset_name": str(tmp_path / "a.jsonl"), **keys}
     assert trainer_of(values, None) == trainer
     assert told_by_columns(values) == (trainer == "sft")  # the others by their keys, or as the usual one
+    assert trainer_of(values | {"dataset_name": str(tmp_path)}, None) == trainer  # a folder of files
 
 
 @pytest.mark.parametrize("name", [f"{'a' * 5000}.jsonl", "a\0.csv", ".", "gone.json", ["a.jsonl"], None])
