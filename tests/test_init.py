@@ -111,7 +111,9 @@ def test_nothing_is_overwritten(
     assert main(["init"]) == 0
     check = "  autofit check grpo.yaml --gpu rtx4090"
     search = "  autofit search grpo.yaml --target-vram 24GB"
-    assert capsys.readouterr().out.splitlines() == ["wrote grpo.yaml; next:", check, search], "each on a line to copy"
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == ["wrote grpo.yaml; next:", check, search], "each on a line to copy"
+    assert "without a way to the model hub add --prompt-tokens N" in told[3]
     Path("grpo.yaml").write_text("mine")
     assert main(["init", "grpo"]) == 2
     assert "grpo.yaml exists" in capsys.readouterr().err
