@@ -339,7 +339,10 @@ def test_steps_that_a_rescue_takes_back_are_shown_again_and_its_event_is_told(
         keep_progress(tmp_path, {"step": 2, "time": 5.0})
         write_json(tmp_path / "final.json", {"steps": 2})
 
-    acts = chain((trains, is_rescued), repeat(lambda: None))
+    def is_done() -> None:
+        pass
+
+    acts = chain((trains, is_rescued), repeat(is_done))
     monkeypatch.setattr(promotion, "is_alive", lambda _: next(acts)() is None)
     said: list[object] = []
     run: Any = SimpleNamespace(folder=tmp_path)
