@@ -30,12 +30,14 @@ WRONG: list[dict[str, Any]] = [
     {"use_peft": "perhaps"}, {"use_peft": 3}, {"per_device_train_batch_size": 0}, {"lora_r": True},
     {"lr_scheduler_type": 7}, {"lora_target_modules": 5}, {"gradient_checkpointing_kwargs": [1]}, {"bf16": {}},
     {"model_name_or_path": 5}, {"env": "A=1"}, {"save_strategy": ["no"]}, {"learning_rate": [1e-5]},
+    {"max_grad_norm": "abc", "lora_rr": 8}, {"save_total_limit": "many"}, {"save_total_limit": "1.5"},
 ]  # fmt: skip
 RIGHT: list[dict[str, Any]] = [
     {"learning_rate": "1e-5"}, {"learning_rate": 1}, {"gradient_accumulation_steps": "4"}, {"use_peft": "yes"},
     {"lora_target_modules": "all-linear"}, {"lora_target_modules": ["q_proj"]}, {"optim": "adamw_torch"},
     {"env": {"A": 1}}, {"report_to": "none"}, {"report_to": ["none"]}, {"fsdp": ""},
-    {"lr_scheduler_kwargs": {"a": 1}}, {"warmup_steps": 0.1}, {"use_cpu": True},
+    {"lr_scheduler_kwargs": {"a": 1}}, {"warmup_steps": 0.1}, {"use_cpu": True}, {"save_total_limit": "None"},
+    {"save_total_limit": "5"},
 ]  # fmt: skip
 
 
@@ -78,6 +80,15 @@ def test_the_early_check_says_what_the_inspection_says(kept: Path, trainer: str)
     for values in RIGHT:
         assert early_refusal(trainer, values) is None
         assert refusal(trainer, values) is None, values
+
+
+def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
+    keep_keys("grpo")
+    said = early_refusal("grpo", {"learning_rat": 1, "max_completion_length": "abc", "lora_r": 0}) or ""
+    assert "unknown key 'learning_rat'" in said
+    assert said.endswith(
+        "max_completion_length must be a whole number or null; got the text 'abc'; lora_r must be 1 or more; got 0"
+    )
 
 
 def test_the_tables_that_come_with_autofit_are_those_of_its_versions() -> None:

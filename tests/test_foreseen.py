@@ -138,7 +138,7 @@ def test_a_point_whose_probe_was_killed_is_the_same_trial_the_next_time(tmp_path
 def test_a_trial_needs_no_probe_and_a_study_without_its_probes_says_what_to_do(tmp_path: Path) -> None:
     searched(tmp_path, lawful.at_once, trials=1)
     assert [joined(tmp_path, name, killed_once, []) for name in ("0", "best", "nonsense")] == ["0", "best", "nonsense"]
-    with pytest.raises(ConfigError, match="known by prediction only is probed by `autofit promote` alone"):
+    with pytest.raises(ConfigError, match="`autofit promote` probes a point of the front that no probe has reached"):
         choose(trials_of(load_study(tmp_path, "law")), "p1", SPEED)
     shutil.rmtree(tmp_path / "probes")
     with pytest.raises(ConfigError, match="run its `autofit search` again"):

@@ -68,6 +68,7 @@ def test_the_columns_of_a_recipes_dataset_say_its_trainer_where_keys_do_not(
     values = {"dataset_name": str(tmp_path / "a.jsonl"), **keys}
     assert trainer_of(values, None) == trainer
     assert told_by_columns(values) == (trainer == "sft")  # the others by their keys, or as the usual one
+    assert trainer_of(values | {"dataset_name": str(tmp_path)}, None) == trainer  # a folder of files
 
 
 @pytest.mark.parametrize("name", [f"{'a' * 5000}.jsonl", "a\0.csv", ".", "gone.json", ["a.jsonl"], None])
@@ -110,7 +111,9 @@ def test_nothing_is_overwritten(
     assert main(["init"]) == 0
     check = "  autofit check grpo.yaml --gpu rtx4090"
     search = "  autofit search grpo.yaml --target-vram 24GB"
-    assert capsys.readouterr().out.splitlines() == ["wrote grpo.yaml; next:", check, search], "each on a line to copy"
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == ["wrote grpo.yaml; next:", check, search], "each on a line to copy"
+    assert "without a way to the model hub add --prompt-tokens N" in told[3]
     Path("grpo.yaml").write_text("mine")
     assert main(["init", "grpo"]) == 2
     assert "grpo.yaml exists" in capsys.readouterr().err

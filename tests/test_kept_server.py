@@ -15,7 +15,7 @@ def test_ui_says_that_its_server_has_ended_by_itself(tmp_path: Path) -> None:
     printed, said = tmp_path / "printed", tmp_path / "said"
     with printed.open("w") as out, said.open("w") as err:
         ui = command_line.start(tmp_path, "ui", "--dir", str(tmp_path), stdout=out, stderr=err)
-    while not printed.read_text().startswith("MLflow: http://127.0.0.1:"):
+    while not printed.read_text().startswith("all trials: http://127.0.0.1:"):
         assert ui.poll() is None, said.read_text()
         time.sleep(0.1)
     (keeper,) = [process for process in psutil.process_iter(["cmdline"]) if _keeps(process, tmp_path)]

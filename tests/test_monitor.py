@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -318,16 +319,27 @@ def test_json_has_the_same_and_is_plain(folder: Path, capsys: pytest.CaptureFixt
     assert found["runs"][0]["contract"][1]["key"] == "step_s"
 
 
-@pytest.mark.parametrize("made", ["nothing", "empty", "foreign", "file"])
+@pytest.mark.parametrize("made", [False, True])
+def test_the_cards_are_shown_before_the_first_search(
+    made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if made:
+        (tmp_path / "autofit-studies").mkdir()
+    assert main(["monitor"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"Devices at .*cpu, \d+ cores.*There are no studies in.* yet", told, re.DOTALL)
+
+
+@pytest.mark.parametrize("made", ["foreign", "file"])
 def test_a_folder_without_studies_is_one_clear_error(
     made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "there"
     if made == "file":
         folder.write_text("")
-    elif made != "nothing":
+    else:
         folder.mkdir()
-    if made == "foreign":
         (folder / "notes.txt").write_text("")
     for arguments in (["monitor"], ["monitor", "--json"]):
         assert main([*arguments, "--dir", str(folder)]) == 2

@@ -431,6 +431,8 @@ def test_the_table_marks_what_stands_out_and_json_has_every_row() -> None:
     assert "Fastest: 8 x a100-80gb" in text
     assert "cheapest" in text
     assert "Prices: on-demand lists" in text
+    fewer = {name: price for name, price in prices().items() if name != "rtx4090"}
+    assert ", none for rtx4090;" in " ".join(str(replace(advice, prices=fewer)).split())
     kept = json.loads(json.dumps(advice.to_dict()))
     assert len(kept["offers"]) == 8
     assert kept["fastest"] == {"card": "a100-80gb", "count": 8}

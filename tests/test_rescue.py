@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -338,12 +339,20 @@ def test_steps_that_a_rescue_takes_back_are_shown_again_and_its_event_is_told(
         keep_progress(tmp_path, {"step": 2, "time": 5.0})
         write_json(tmp_path / "final.json", {"steps": 2})
 
-    acts = iter((trains, is_rescued))
+    def is_done() -> None:
+        pass
+
+    acts = chain((trains, is_rescued), repeat(is_done))
     monkeypatch.setattr(promotion, "is_alive", lambda _: next(acts)() is None)
     said: list[object] = []
     run: Any = SimpleNamespace(folder=tmp_path)
     promotion.follow(run, lambda line: said.append(line["step"]), lambda event: said.append(event.text))
     assert said == [1, 2, 3, "goes on from step 1", 2]
+    said.clear()
+    known = promotion.logged(tmp_path)
+    keep_progress(tmp_path, {"step": 3, "time": 6.0})
+    promotion.follow(run, lambda line: said.append(line["step"]), said.append, known=known)
+    assert said == [3]  # a run that is looked at again tells nothing twice
 
 
 # -- real trainings ---------------------------------------------------------------------------------------------------

@@ -89,9 +89,16 @@ def _truth(text: str) -> None:
         raise ValueError(text)
 
 
+def _or_null(inner: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda text: None if text.lower() in ("none", "null") else inner(text)  # _accept_none of _hf_argparser.py
+
+
+_OR_NULL = " or null"
+
 # How TRL's parser turns text into a value, by the function's name; a text that it cannot turn raises.
 _CONVERTERS: Mapping[str, Callable[[Any], object]] = {
     "int": int, "float": float, "dict": dict, "string_to_bool": _truth,
+    f"int{_OR_NULL}": _or_null(int), f"float{_OR_NULL}": _or_null(float), f"dict{_OR_NULL}": _or_null(dict),
 }  # fmt: skip
 
 
@@ -133,6 +140,8 @@ class KeyTable:
         if (foreign := refusal(values)) is not None:
             raise ConfigError(foreign)
         unknown = [key for key in values if key not in self.keys]
+        known = {key: value for key, value in values.items() if key in self.keys}
+        wrong = [*self._wrong_kinds(known), *self._wrong_values(known)]
         if unknown:
             each = "; ".join(f"unknown key {key!r}{self._instead(key) or _of_others(key)}" for key in unknown[:_NAMED])
             more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs {option('trainer')} module:object"
@@ -144,10 +153,11 @@ class KeyTable:
             strange = not all(map(self._instead, unknown))
             guessed = strange and self.trainer == TRAINERS[0] and not any(key in TAKEN_BY for key in values)
             other = f"; no key says another trainer than {self.trainer}: {option('trainer')} does" if guessed else ""
-            error = UnknownKeyError(f"every key must be one that {whose} takes ({installed()}): {each}{hint}{other}")
+            first = f"every key must be one that {whose} takes ({installed()}): {each}{hint}{other}"
+            error = UnknownKeyError("; ".join((first, *wrong)))
             error.keys = tuple(unknown)
             raise error
-        if wrong := [*self._wrong_kinds(values), *self._wrong_values(values)]:
+        if wrong:
             raise ConfigError("; ".join(wrong))
 
     def _instead(self, key: str) -> str:
@@ -274,6 +284,8 @@ def _name_of(convert: object) -> str | None:
     """The name under which `_CONVERTERS` has a function that does the same; None without one."""
     name = str(getattr(convert, "__name__", ""))
     own = name == "string_to_bool" and getattr(convert, "__module__", "").endswith("hf_argparser")
+    if "_accept_none" in getattr(convert, "__qualname__", "") and f"{name}{_OR_NULL}" in _CONVERTERS:
+        return f"{name}{_OR_NULL}"
     return name if own or convert in (int, float, dict) else None
 
 

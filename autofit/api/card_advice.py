@@ -233,6 +233,8 @@ class CardAdvice(Shown):
         cards = dict.fromkeys(offer.card for offer in self.offers)
         dates = sorted({p.date for name in cards if (p := self.prices.get(name)) is not None and p.date})
         span = "" if not dates else f" of {dates[0]}" if len(dates) == 1 else f" of {dates[0]} to {dates[-1]}"
+        without = [name for name in cards if name not in self.prices]
+        span += f", none for {', '.join(without)}" if without else ""
         untimed = any(offer.is_lower_bound for offer in self.offers)
         host = "Over: with offload, the optimizer's step on the host comes on top and is not timed. " if untimed else ""
         full = any(offer.cached_bytes for offer in self.offers)

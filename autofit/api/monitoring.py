@@ -150,9 +150,9 @@ class Snapshot:
 
 
 def monitor(folder: str | Path = FOLDER, *, storage: str | None = None) -> Snapshot:
-    """Cards, host, running probes and promoted runs of `folder` now; takes about 0.3 s. Raises ConfigError without it.
+    """Cards, host, running probes and promoted runs of `folder` now; takes about 0.3 s.
 
-    Nothing is written, and no CUDA is started.
+    Raises ConfigError where the folder has other files. Nothing is written, and no CUDA is started.
     """
     from autofit.tuning.storage import use_storage
 
@@ -166,10 +166,10 @@ def monitor(folder: str | Path = FOLDER, *, storage: str | None = None) -> Snaps
 
 
 class Watch:
-    """Takes snapshots; use of processors is over the time since the last one. Raises ConfigError for a wrong folder."""
+    """Takes snapshots; use of processors is over the time since the last one. Raises ConfigError for another folder."""
 
     def __init__(self, folder: Path) -> None:
-        if not any((folder / name).exists() for name in _OURS):
+        if not _is_new(folder) and not any((folder / name).exists() for name in _OURS):
             raise ConfigError(
                 f"there are no studies in {folder}; run `autofit search` first, or point {option('dir')} at its folder"
             )
@@ -231,6 +231,11 @@ class Watch:
         )  # fmt: skip
 
 
+def _is_new(folder: Path) -> bool:
+    """Whether the first search may make its studies there: only the cards are shown until then."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
 def _run_use(run: PromotedRun) -> ProcessUse | None:
     pid = pid_of_job(run.folder) if run.state == "running" else None
     return None if pid is None else tree_use(pid)
@@ -283,6 +288,9 @@ def tables_of(snapshot: Snapshot) -> list[Table | str]:
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
     probes = _probes(snapshot.probes) if snapshot.probes else "No probe is running."
     runs = _runs(snapshot.runs) if snapshot.runs else "No trial was promoted."
+    if not snapshot.probes and not snapshot.runs and _is_new(snapshot.folder):
+        devices = _devices(snapshot.cards, snapshot.host, f"Devices at {clock}")
+        return [devices, *_processes(snapshot.cards), f"There are no studies in {snapshot.folder} yet."]
     devices = _devices(snapshot.cards, snapshot.host, f"Devices at {clock}, studies in {snapshot.folder}")
     return [devices, *_processes(snapshot.cards), probes, runs, *_contracts(snapshot.runs)]
 

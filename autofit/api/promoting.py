@@ -20,6 +20,7 @@ from autofit.promotion.promotion import (
     Promotion,
     choose,
     follow,
+    logged,
     model_path,
     plan_promotion,
     stop,
@@ -190,8 +191,8 @@ def promote(
     `autofit.search`: on Slurm it is a job of its own, of `nodes` machines, and one more for the vLLM server of a recipe
     that has one and names no address of it. `launch=False` writes these files only.
     A recipe that was a file of another tool is written as that tool's own file, with its comments, and not run here.
-    `on_step` gets each logged step. Ctrl-C saves a checkpoint after the step at work and returns, with the status
-    "interrupted".
+    `on_step` gets each step that is logged from then on; `steps` of the result has all. Ctrl-C saves a checkpoint after
+    the step at work and returns, with the status "interrupted".
 
     Raises ConfigError for a trial that does not fit, or is claimed to be neutral and is not, and EnvironmentFault when
     the run fails.
@@ -247,9 +248,14 @@ def promote(
                 "run saves a checkpoint and ends, and the same command goes on from there")  # fmt: skip
         with exclusive(folder / "locks", promotion.folder.name), mended(promotion.folder):
             try:
+                home = promotion.folder
+                earlier = logged(home)
                 how = launch_run(promotion, study_folder=folder, restart=restart, guards=watched_for, executor=where)
-                say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}")
-                final = follow(promotion, on_step or (lambda _: None), lambda event: say(event.text), place=say)
+                at = f", at step {steps[-1]['step']}" if how == "running" and (steps := read_progress(home)) else ""
+                say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}{at}")
+                final = follow(
+                    promotion, on_step or (lambda _: None), lambda event: say(event.text), place=say, known=earlier
+                )
             except KeyboardInterrupt:
                 if not is_alive(promotion.folder):
                     raise

@@ -31,6 +31,8 @@ def init(options: argparse.Namespace) -> int:
     show_line(f"wrote {path}; next:")
     show_line(f"  autofit check {path} --gpu rtx4090")
     show_line(f"  autofit search {path} --target-vram 24GB")
+    if not options.model or not Path(options.model).is_dir():
+        show_line("without a way to the model hub add --prompt-tokens N, the tokens of your longest prompt or sample")
     return DONE
 
 

@@ -57,8 +57,7 @@ def ui(options: argparse.Namespace) -> int:
     found = pages(folder, options.study)
     try:
         with server(folder, port=options.port) as mlflow:
-            address = mlflow.address
-            print(f"MLflow: {address}")
+            address = mlflow.address  # by itself it opens MLflow's welcome page of GenAI
             print(f"all trials: {address}{found.table}")
             print(f"compare the front: {address}{found.compared}", flush=True)
             if found.summary is not None:

@@ -52,4 +52,6 @@ def accepts(value: object, hint: Any) -> bool:
 def readable(hint: Any) -> str:
     """The type `hint` in words."""
     text = re.sub(r"<class '([\w.]+)'>", r"\1", str(hint)).replace("typing.", "")
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}.get(text, text)
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+    words |= {f"{name} | None": f"{word} or null" for name, word in words.items()}
+    return words.get(text, text)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -56,6 +56,8 @@ from autofit.tuning.study import database_errors, load_study, trials_of
 from autofit.watching.contract import Promise
 from autofit.watching.events import EVENTS, PROGRESS, RunEvent, events_of, read_progress, stop_asked
 from autofit.watching.thresholds import Guard
+
+Line = tuple[object, object]  # a logged step as (time, step), or an event as (time, text)
 
 _MOST = 3  # settings that are named
 _LOOK_S = 0.1  # between two looks at a run
@@ -269,7 +271,9 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
 def _of_point(asked: str) -> str:
     """What to do with the name of a point that is known by prediction only; "" for another name."""
     is_point = asked.startswith("p") and asked[1:].isdecimal()
-    return "; a point of the front known by prediction only is probed by `autofit promote` alone" if is_point else ""
+    if not is_point:
+        return ""
+    return "; `autofit promote` probes a point of the front that no probe has reached; it has a number from then on"
 
 
 def launch(
@@ -314,15 +318,16 @@ def launch(
 
 def follow(
     promotion: Promotion, show: Callable[[dict[str, object]], None], tell: Callable[[RunEvent], None] = lambda _: None,
-    *, place: Callable[[str], None] = lambda _: None,
+    *, place: Callable[[str], None] = lambda _: None, known: Collection[Line] = (),
 ) -> dict[str, object]:  # fmt: skip
     """The final summary of the run; calls `show` with each logged step and `tell` with each event until it ends.
 
-    `place` is told where its job of Slurm is: in the queue and why, or on which nodes.
+    Those that are `known` (see `logged`) are passed over. `place` is told where its job of Slurm is: in the queue and
+    why, or on which nodes.
 
     Raises EnvironmentFault if the run ends without a summary: killed, or failed with a reason.
     """
-    said: set[tuple[object, ...]] = set()  # a rescue takes steps and events back, so no count would do
+    said = set(known)  # a rescue takes steps and events back, so no count would do
     read: list[tuple[int, int] | None] = []
     where: str | None = None
     ended_at: float | None = None
@@ -373,12 +378,23 @@ def _state(path: Path) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
+def logged(folder: Path) -> set[Line]:
+    """The steps and the events of the run in `folder` so far, each by its time."""
+    steps: set[Line] = {_of_step(line) for line in read_progress(folder)}
+    return steps | {(event.time, event.text) for event in events_of(folder)}
+
+
+def _of_step(line: Mapping[str, object]) -> Line:
+    return line.get("time", 0), line["step"]
+
+
 def _say_new(
-    folder: Path, said: set[tuple[object, ...]], show: Callable[[dict[str, object]], None],
+    folder: Path, said: set[Line], show: Callable[[dict[str, object]], None],
     tell: Callable[[RunEvent], None],
 ) -> None:  # fmt: skip
     """Show the steps and tell the events that are not in `said` yet, in the order in which they happened."""
-    news = [((line.get("time", 0), line["step"]), partial(show, line)) for line in read_progress(folder)]
+    news: list[tuple[Line, Callable[[], None]]] = []
+    news += [(_of_step(line), partial(show, line)) for line in read_progress(folder)]
     news += [((event.time, event.text), partial(tell, event)) for event in events_of(folder)]
     for key, say in sorted(news, key=lambda one: float(str(one[0][0]))):
         if key not in said:

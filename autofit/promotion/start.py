@@ -83,7 +83,7 @@ class Start(Watcher):
 
     @property
     def _goes_on(self) -> str:
-        return "starts again at step 0" if self.checkpoint is None else f"goes on from {self.checkpoint.name}"
+        return "starts again at step 0" if self.checkpoint is None else f"goes on after step {self.step}"
 
     def _event(self, kind: Kind, text: str) -> RunEvent:
         return RunEvent(step=self.step, kind=kind, text=text)

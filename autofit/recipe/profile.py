@@ -193,10 +193,12 @@ def _fitting(columns: set[str], *, among: Iterable[TrainerName]) -> list[Trainer
 
 
 def _columns(path: Path) -> set[str]:
-    """The columns of a JSONL, JSON or CSV file; none for another file, or one that cannot be read."""
-    if path.suffix not in (".jsonl", ".json", ".csv") or not os.path.isfile(path):  # no fault where a name is too long
-        return set()
+    """The columns of a JSONL, JSON or CSV file, or of a folder's first; none where none can be read."""
     try:
+        if os.path.isdir(path):
+            path = min((one for one in path.iterdir() if one.suffix in (".jsonl", ".csv")), default=path)
+        if path.suffix not in (".jsonl", ".json", ".csv") or not os.path.isfile(path):
+            return set()
         with path.open(encoding="utf-8", errors="replace") as file:
             if path.suffix == ".csv":
                 return set(next(csv.reader(islice(file, 1)), []))
