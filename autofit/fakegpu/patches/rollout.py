@@ -242,7 +242,8 @@ def _sample(
             if not first.skipped_steps:
                 return input_ids
             _grow(gpu, cache, first.skipped_steps)
-            kwargs = model._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=first.total_steps)
+            advance = cast("Any", model)._update_model_kwargs_for_generation
+            kwargs = advance({}, kwargs, num_new_tokens=first.total_steps)
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             if hasattr(settings, "_mask_length"):  # of a mask of ones, which is not passed
                 settings._mask_length = input_ids.shape[1]
