@@ -200,6 +200,22 @@ def test_ranks_that_share_their_samples_count_as_one_in_the_batch() -> None:
         spread(recipe, 6)
 
 
+def test_on_other_ranks_passes_without_gradients_divide_a_ranks_rollout() -> None:
+    """Told to fit on 8 cards with 32 samples of 80 in a pass, which verl refuses after the first rollout."""
+    made = verl_recipe.recipe(QWEN).values
+    sizes: dict[str, object] = {"log_prob_micro_batch_size_per_gpu": 128, "ref_log_prob_micro_batch_size_per_gpu": 10}
+    recipe = Recipe(
+        trainer="verl", values={**made, **sizes}, resolved={**made, **sizes}, keys=TRAINER.keys,
+        launch=Launch(ranks=8, sharding="fsdp1"),
+    )  # fmt: skip
+    more = spread(recipe, 16)
+    each = cast(int, more.values["ppo_micro_batch_size_per_gpu"]) * cast(int, more.values["steps_per_generation"])
+    assert each % 128
+    assert more.values["log_prob_micro_batch_size_per_gpu"] == 80
+    assert more.values["ref_log_prob_micro_batch_size_per_gpu"] == 10
+    assert spread(recipe, 1).launch == replace(recipe.launch, ranks=1)  # verl's engine is FSDP's there too
+
+
 def test_a_token_budget_is_of_each_rank_that_shares_a_sample() -> None:
     settings = Settings(model_path="m", use_dynamic_bsz=True, max_prompt_length=100, max_response_length=100)
     assert settings.split(12, rows=1, budget=800, sharers=1) == [4, 4, 4]

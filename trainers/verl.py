@@ -327,6 +327,7 @@ class VerlTrainer(LoopTrainer):
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
         packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
+        scored="log_prob_micro_batch_size_per_gpu", referred="ref_log_prob_micro_batch_size_per_gpu",
     )  # fmt: skip
 
     @property

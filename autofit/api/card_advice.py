@@ -224,10 +224,11 @@ class CardAdvice(Shown):
 
     def _changed(self, offer: Offer) -> Mapping[str, object]:
         """The changes, and the batch of a rank where so many ranks need another micro-batch than the recipe's."""
-        own, micro = self.recipe.resolved, self.recipe.keys.micro_batch
-        if micro in offer.changes or offer.batch.get(micro, own[micro]) == own[micro]:
-            return offer.changes
-        return {**{key: value for key, value in offer.batch.items() if value != own.get(key)}, **offer.changes}
+        own, keys = self.recipe.resolved, self.recipe.keys
+        differs = {key: value for key, value in offer.batch.items() if value != own.get(key)}
+        if keys.micro_batch in offer.changes or keys.micro_batch not in differs:
+            differs = {key: value for key, value in differs.items() if key in (keys.scored, keys.referred)}
+        return {**differs, **offer.changes}
 
     def _about(self) -> str:
         cards = dict.fromkeys(offer.card for offer in self.offers)

@@ -306,9 +306,13 @@ class _Row:
     problem: str = ""  # why one could not be simulated
 
     def batch(self, rung: Rung) -> dict[str, object]:
-        """{key: value} of the micro-batch, the accumulation and, of a trainer that generates, the rollout."""
-        keys = self.recipe.keys
-        return Batch.of({**self.recipe.resolved, **rung.changes}, keys, self.recipe.world_size).to_keys(keys)
+        """{key: value} of the micro-batch, the accumulation and, of a trainer that generates, the rollout.
+
+        With the samples of passes without gradients, where the recipe has keys for them.
+        """
+        keys, values = self.recipe.keys, {**self.recipe.resolved, **rung.changes}
+        others = {key: values[key] for key in (keys.scored, keys.referred) if key in values}
+        return {**Batch.of(values, keys, self.recipe.world_size).to_keys(keys), **others}
 
     def missed_offloaded(self, rung: Rung) -> int | None:
         """Bytes of the rung with the recipe's own offload, where those were too many: without it there are no fewer."""

@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from autofit.errors import ConfigError, option
-from autofit.recipe.recipe import TrainerName
 
 Version = tuple[int, ...]
 
@@ -88,12 +87,12 @@ def _version(value: object) -> Any:
 
 # ------------------------------------------------------------- told by the keys of a recipe, and recipes to start from
 
-TRAINERS: tuple[TrainerName, ...] = tuple(p.name for p in profiles().values() if p.keys)  # told by a recipe's keys
+TRAINERS: tuple[str, ...] = tuple(p.name for p in profiles().values() if p.keys)  # told by a recipe's keys
 OF_TRL = tuple(p.name for p in profiles().values() if p.of_trl)  # whose YAML TRL hands on to `accelerate launch`
 
 # Keys of TRL 1.16's YAML -> the trainers that take them. Keys that all of them take are omitted, as are most of the
 # first one's own: the table only has to distinguish its recipe with a wrong key from a recipe of another trainer.
-TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
+TAKEN_BY: dict[str, tuple[str, ...]] = {
     key: tuple(p.name for p in profiles().values() if key in p.keys)
     for each in profiles().values()
     for key in each.keys
@@ -103,13 +102,13 @@ TAKEN_BY: dict[str, tuple[TrainerName, ...]] = {
 class SeveralTrainersError(ConfigError):
     """The keys of a recipe do not tell which of several trainers it is for."""
 
-    def __init__(self, keys: tuple[str, ...], trainers: tuple[TrainerName, ...]) -> None:
+    def __init__(self, keys: tuple[str, ...], trainers: tuple[str, ...]) -> None:
         self.trainers = trainers
         self.what = f"{', '.join(keys)} may belong to a recipe of {' or '.join(trainers)}"
         super().__init__(f"{self.what}: choose one with {option('trainer')}")
 
 
-def trainer_of(values: Mapping[str, object], asked: str | None) -> TrainerName:
+def trainer_of(values: Mapping[str, object], asked: str | None) -> str:
     """`asked` (--trainer), or the TRL trainer that takes every key of the recipe; the usual one of several.
 
     A trainer with a key of its own is found by that. Of several those that the columns of the dataset are for, if it
@@ -183,7 +182,7 @@ def trainer_of_data(dataset: str) -> str:
     raise ConfigError(f"{_NO_GUESS}: {found}; name it: autofit init {'|'.join(TRAINERS)}")
 
 
-def _fitting(columns: set[str], *, among: Iterable[TrainerName]) -> list[TrainerName]:
+def _fitting(columns: set[str], *, among: Iterable[str]) -> list[str]:
     """The trainers that data of these `columns` is for: those that use the most of them; none for KTO's."""
     if columns >= _KTO:
         return []

@@ -12,6 +12,7 @@ import yaml
 from autofit.errors import ConfigError, printable
 from autofit.recipe.keys import BatchKeys, Tier, divisors, evaluates
 from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.profile import profile
 from autofit.recipe.secrets import opened
 from autofit.units import format_bytes
 
@@ -355,13 +356,27 @@ def spread(recipe: Recipe, ranks: int) -> Recipe:
     old = Batch.of(recipe.resolved, keys, recipe.world_size)
     new = old.on(ranks // recipe.sharers, keys)
     changes: dict[str, object] = {k: v for k, v in new.to_keys(keys).items() if v != recipe.resolved.get(k)}
+    changes |= _scored(recipe, new)
     resolved = {**recipe.resolved, **changes}
     if keys.rollout is not None and keys.rollout_batch is not None:  # a recipe has one of the two
         changes |= {keys.rollout: new.rollout, keys.rollout_batch: None}
     splits = _split(new, keys, recipe.sharers), _split(old, keys, recipe.sharers)
     note = f"{splits[0]}: the effective batch {old.effective}, as {splits[1]} in the recipe"
     spread_out = replace(recipe, values=merge(recipe.values, changes), resolved=resolved, notes=(*recipe.notes, note))
-    return with_launch(spread_out, _on(recipe.launch, ranks))
+    return with_launch(spread_out, _on(recipe.launch, ranks, shards_alone=profile(recipe.trainer).own_launch))
+
+
+def _scored(recipe: Recipe, batch: Batch) -> dict[str, object]:
+    """{key: its value} of passes without gradients whose samples do not divide a rank's rollout in `batch`."""
+    keys, found = recipe.keys, dict[str, object]()
+    if batch.rollout is None or (keys.packed is not None and recipe.resolved.get(keys.packed)):
+        return {}
+    each = batch.micro * batch.rollout
+    for key in filter(None, (keys.scored, keys.referred)):
+        rows = recipe.resolved.get(key)
+        if isinstance(rows, int) and rows > 0 and each % rows:
+            found[key] = max(size for size in divisors(each) if size <= rows)
+    return found
 
 
 def with_launch(recipe: Recipe, launch: Launch) -> Recipe:
@@ -371,9 +386,9 @@ def with_launch(recipe: Recipe, launch: Launch) -> Recipe:
     return replace(recipe, values={**values, **given}, resolved={**resolved, **given}, launch=launch)
 
 
-def _on(launch: Launch, ranks: int) -> Launch:
-    """The launch on `ranks` cards of one machine; a single one shards nothing, as it has nobody to share with."""
-    if ranks == 1 and launch.offload == "none" and launch.server_ranks == 0:
+def _on(launch: Launch, ranks: int, *, shards_alone: bool) -> Launch:
+    """The launch on `ranks` cards of one machine; a single one shards nothing, unless the tool does that too."""
+    if ranks == 1 and not shards_alone and launch.offload == "none" and launch.server_ranks == 0:
         return Launch()
     machines = launch.machines if ranks % launch.machines == 0 else 1
     return replace(launch, ranks=ranks, machines=machines)
