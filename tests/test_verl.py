@@ -213,6 +213,7 @@ def test_on_other_ranks_passes_without_gradients_divide_a_ranks_rollout() -> Non
     assert each % 128
     assert more.values["log_prob_micro_batch_size_per_gpu"] == 80
     assert more.values["ref_log_prob_micro_batch_size_per_gpu"] == 10
+    assert more.notes[-1].endswith("; log_prob_micro_batch_size_per_gpu 80, to divide a rank's samples")
     assert spread(recipe, 1).launch == replace(recipe.launch, ranks=1)  # verl's engine is FSDP's there too
 
 

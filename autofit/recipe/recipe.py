@@ -356,12 +356,14 @@ def spread(recipe: Recipe, ranks: int) -> Recipe:
     old = Batch.of(recipe.resolved, keys, recipe.world_size)
     new = old.on(ranks // recipe.sharers, keys)
     changes: dict[str, object] = {k: v for k, v in new.to_keys(keys).items() if v != recipe.resolved.get(k)}
-    changes |= _scored(recipe, new)
+    scored = _scored(recipe, new)
+    changes |= scored
     resolved = {**recipe.resolved, **changes}
     if keys.rollout is not None and keys.rollout_batch is not None:  # a recipe has one of the two
         changes |= {keys.rollout: new.rollout, keys.rollout_batch: None}
     splits = _split(new, keys, recipe.sharers), _split(old, keys, recipe.sharers)
     note = f"{splits[0]}: the effective batch {old.effective}, as {splits[1]} in the recipe"
+    note += "".join(f"; {key} {value}, to divide a rank's samples" for key, value in scored.items())
     spread_out = replace(recipe, values=merge(recipe.values, changes), resolved=resolved, notes=(*recipe.notes, note))
     return with_launch(spread_out, _on(recipe.launch, ranks, shards_alone=profile(recipe.trainer).own_launch))
 
