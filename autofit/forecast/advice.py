@@ -19,9 +19,10 @@ from typing import TypeVar
 
 from autofit.errors import Cancelled, ConfigError
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
-from autofit.forecast.levers import CHECKPOINTING, Assignment, Bounds, Known, Levers
+from autofit.forecast.levers import CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD
+from autofit.plugin.protocol import ROLLOUT as IN_ROLLOUT
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
@@ -89,8 +90,8 @@ def cheapest_changes(
     except ConfigError:
         return Advice()
     trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
-    unloaded = base is not None and base.status is ProbeStatus.OOM and base.oom_phase == LOAD
-    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, unloaded=unloaded)
+    phase = base.oom_phase if base is not None and base.status is ProbeStatus.OOM else None
+    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, phase=phase)
     if base is not None:
         search.learn({}, base)
     return search.run()
@@ -102,21 +103,22 @@ class _Search:
     trier: Trier
     wanted: int
     workers: int
-    unloaded: bool  # whether the recipe runs out of memory before there is a batch
+    phase: str | None  # in which the recipe runs out of memory; LOAD: before there is a batch
     results: dict[tuple[tuple[str, Value], ...], Change] = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     found: dict[frozenset[str], Change] = field(default_factory=dict)
-    halved: dict[frozenset[str], Change] = field(default_factory=dict)  # with weights of 16 bits, whatever else fits
+    apart: dict[frozenset[str], Change] = field(default_factory=dict)  # that are told whatever else fits
     beaten: set[frozenset[str]] = field(default_factory=set)  # sets that do not fit at their strongest values
     broken: set[frozenset[str]] = field(default_factory=set)  # settings that could not be tried
 
     def run(self) -> Advice:
         proven = False
         with contextlib.suppress(Cancelled), ThreadPoolExecutor(self.workers) as pool:
-            half = pool.submit(self._halve)
+            apart = [pool.submit(self._halve), pool.submit(self._generate_fewer)]
             for tier in TIERS:
                 self._try_sizes(pool, self._names(tier), tier)
-                half.result()
+                for settled in apart:
+                    settled.result()
                 if self._enough:
                     break
             for tier in TIERS if self.found else ():  # a choice of more, where what suffices alone is too little of one
@@ -125,7 +127,7 @@ class _Search:
         best = sorted(self.found.values(), key=lambda change: change.cost)
         chosen = bool(best) and best[0].tier == TIERS[-1]  # each trains something else: which one is the user's choice
         best = best[: max(self.wanted, WANTED) if chosen else self.wanted]
-        found = sorted([*best, *(c for c in self.halved.values() if c not in best)], key=lambda change: change.cost)
+        found = sorted([*best, *(c for c in self.apart.values() if c not in best)], key=lambda change: change.cost)
         tried = self.results.values()
         missed = [c for c in tried if not c.failure and (c.fits or c.least_capacity_bytes is not None)]
         nearest = min(missed, key=lambda c: (not c.fits, c.least_capacity_bytes or 0), default=None)
@@ -143,8 +145,17 @@ class _Search:
             return
         half = frozenset({"dtype"})
         for names in dict.fromkeys((half, half.union(n for n in CHECKPOINTING if n in self.levers.strengths))):
-            if not self.halved and self._is_open(names):
-                self._settle(names, self._start(names), self.halved)
+            if half not in self.apart and self._is_open(names):
+                self._settle(names, self._start(names), self.apart)
+
+    def _generate_fewer(self) -> None:
+        """Settle fewer completions at once where they fill the card: a smaller micro-batch leaves the rollout as it is.
+
+        Where that is no neutral change, all neutral ones would be tried before it, in vain or for minutes.
+        """
+        names = frozenset({ROLLOUT})
+        if self.phase == IN_ROLLOUT and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
+            self._settle(names, self._start(names), self.apart)
 
     def _is_beaten(self) -> bool:
         """Whether even all settings that could be tried do not fit together, at their strongest values."""
@@ -162,7 +173,7 @@ class _Search:
             return
         slow = [n for n in names if n == QUANTIZATION and not self._is_promising(frozenset({n}))]
         self._try(pool, [n for n in names if n not in slow], 1, tier)
-        for count in range(2, MOST_TOGETHER + 1) if not self.unloaded else ():  # of which little is expected yet
+        for count in range(2, MOST_TOGETHER + 1) if self.phase != LOAD else ():  # of which little is expected yet
             if not self.found:
                 unbroken = [n for n in names if frozenset({n}) not in self.broken]
                 self._try(pool, unbroken, count, tier, promising=True)
@@ -221,7 +232,7 @@ class _Search:
             return False
         if any(b <= names for b in self.broken):
             return False
-        if self.unloaded and not any(self.levers.traits(name).loads for name in names):
+        if self.phase == LOAD and not any(self.levers.traits(name).loads for name in names):
             return False
         at = self.levers.strongest(names)
         return bool(at) and self._least_bytes(at) <= self.trier.room_bytes

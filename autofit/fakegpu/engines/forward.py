@@ -73,7 +73,7 @@ class Decoder:
         first_dense = get("first_k_dense_replace", default=len(get("mlp_only_layers", default=()) or ()))
         return cls(
             hidden=hidden, layers=layers, heads=heads, key_heads=get("num_key_value_heads", default=heads) or heads,
-            head_dim=(not latent and get("head_dim", default=0)) or hidden // heads,
+            head_dim=(0 if latent else get("head_dim", default=0)) or hidden // heads,
             intermediate=expert if experts else dense, vocab=get("vocab_size", default=1), experts=experts,
             experts_per_token=get("num_experts_per_tok", "top_k_experts", default=2) if experts else 0,
             shared_intermediate=_shared(get, expert) if experts else 0,

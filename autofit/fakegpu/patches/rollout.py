@@ -235,8 +235,8 @@ def _sample(
             return original(model, input_ids, *args, **kwargs)  # a forecast is made of steps that are alike
         if gpu.skips_rollouts:
             return torch.cat([input_ids, input_ids.new_empty((len(input_ids), steps))], dim=1)
-        cache = kwargs.get("past_key_values")
-        if filling is not None and filling > 3 * FIRST_TRY and not args and _can_grow(cache):
+        cache, embedded = kwargs.get("past_key_values"), kwargs.get("inputs_embeds") is not None
+        if filling is not None and filling > 3 * FIRST_TRY and not (args or embedded) and _can_grow(cache):
             first = RolloutSynthesis(gpu, filling - 2)
             input_ids = played(first, model, input_ids, **kwargs)
             if not first.skipped_steps:
