@@ -58,7 +58,7 @@ def advice(capacity_bytes: int, asked: list[Values] | None = None, law: Law = la
         result = ProbeResult(
             status=status, device="sim:h100", device_used_bytes=nbytes, least_capacity_bytes=nbytes,
             peak_allocated_bytes=nbytes, step_s=(step_s(values),), categories=held,
-            oom_phase=max(held, key=lambda phase: sum(held[phase].values())) if status is ProbeStatus.OOM else None,
+            oom_phase="update" if status is ProbeStatus.OOM else None,
         )  # fmt: skip
         if crash is not None and values.get(crash):
             result = replace(result, status=ProbeStatus.FAILED, reason=f"AttributeError: {crash}")

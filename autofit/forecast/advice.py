@@ -90,11 +90,21 @@ def cheapest_changes(
     except ConfigError:
         return Advice()
     trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
-    phase = base.oom_phase if base is not None and base.status is ProbeStatus.OOM else None
-    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, phase=phase)
+    missed = base if base is not None and base.status is ProbeStatus.OOM else None
+    search = _Search(
+        levers=levers, trier=trier, wanted=wanted, workers=workers,
+        unloaded=missed is not None and missed.oom_phase == LOAD,
+        rolls=missed is not None and IN_ROLLOUT in (missed.oom_phase, _largest_phase(missed)),
+    )  # fmt: skip
     if base is not None:
         search.learn({}, base)
     return search.run()
+
+
+def _largest_phase(result: ProbeResult) -> str | None:
+    """The phase in which most bytes are live; gaps that it leaves may be too many only in a later one."""
+    held = result.categories
+    return max(held, key=lambda phase: sum(held[phase].values()), default=None)
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,8 @@ class _Search:
     trier: Trier
     wanted: int
     workers: int
-    phase: str | None  # in which the recipe runs out of memory; LOAD: before there is a batch
+    unloaded: bool  # whether the recipe runs out of memory before there is a batch
+    rolls: bool  # whether its rollout is why it does
     results: dict[tuple[tuple[str, Value], ...], Change] = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     found: dict[frozenset[str], Change] = field(default_factory=dict)
@@ -154,7 +165,7 @@ class _Search:
         Where that is no neutral change, all neutral ones would be tried before it, in vain or for minutes.
         """
         names = frozenset({ROLLOUT})
-        if self.phase == IN_ROLLOUT and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
+        if self.rolls and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
             self._settle(names, self._start(names), self.apart)
 
     def _is_beaten(self) -> bool:
@@ -173,7 +184,7 @@ class _Search:
             return
         slow = [n for n in names if n == QUANTIZATION and not self._is_promising(frozenset({n}))]
         self._try(pool, [n for n in names if n not in slow], 1, tier)
-        for count in range(2, MOST_TOGETHER + 1) if self.phase != LOAD else ():  # of which little is expected yet
+        for count in range(2, MOST_TOGETHER + 1) if not self.unloaded else ():  # of which little is expected yet
             if not self.found:
                 unbroken = [n for n in names if frozenset({n}) not in self.broken]
                 self._try(pool, unbroken, count, tier, promising=True)
@@ -232,7 +243,7 @@ class _Search:
             return False
         if any(b <= names for b in self.broken):
             return False
-        if self.phase == LOAD and not any(self.levers.traits(name).loads for name in names):
+        if self.unloaded and not any(self.levers.traits(name).loads for name in names):
             return False
         at = self.levers.strongest(names)
         return bool(at) and self._least_bytes(at) <= self.trier.room_bytes
