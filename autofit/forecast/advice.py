@@ -165,7 +165,8 @@ class _Search:
         Where that is no neutral change, all neutral ones would be tried before it, in vain or for minutes.
         """
         names = frozenset({ROLLOUT})
-        if self.rolls and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
+        wanted = self.rolls and not self.unloaded
+        if wanted and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
             self._settle(names, self._start(names), self.apart)
 
     def _is_beaten(self) -> bool:
