@@ -91,11 +91,9 @@ def cheapest_changes(
         return Advice()
     trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
     missed = base if base is not None and base.status is ProbeStatus.OOM else None
-    search = _Search(
-        levers=levers, trier=trier, wanted=wanted, workers=workers,
-        unloaded=missed is not None and missed.oom_phase == LOAD,
-        rolls=missed is not None and IN_ROLLOUT in (missed.oom_phase, _largest_phase(missed)),
-    )  # fmt: skip
+    unloaded = missed is not None and missed.oom_phase == LOAD
+    rolls = missed is not None and not unloaded and IN_ROLLOUT in (missed.oom_phase, _largest_phase(missed))
+    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, unloaded=unloaded, rolls=rolls)
     if base is not None:
         search.learn({}, base)
     return search.run()
@@ -114,7 +112,7 @@ class _Search:
     wanted: int
     workers: int
     unloaded: bool  # whether the recipe runs out of memory before there is a batch
-    rolls: bool  # whether its rollout is why it does
+    rolls: bool  # whether it runs out because of its rollout
     results: dict[tuple[tuple[str, Value], ...], Change] = field(default_factory=dict)
     known: list[Known] = field(default_factory=list)
     found: dict[frozenset[str], Change] = field(default_factory=dict)
@@ -165,8 +163,7 @@ class _Search:
         Where that is no neutral change, all neutral ones would be tried before it, in vain or for minutes.
         """
         names = frozenset({ROLLOUT})
-        wanted = self.rolls and not self.unloaded
-        if wanted and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
+        if self.rolls and ROLLOUT in self.levers.strengths and self._tier_of(ROLLOUT) != TIERS[0]:
             self._settle(names, self._start(names), self.apart)
 
     def _is_beaten(self) -> bool:

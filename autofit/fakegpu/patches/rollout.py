@@ -247,7 +247,7 @@ def _sample(
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
             if hasattr(settings, "_mask_length"):  # of a mask of ones, which is not passed
                 settings._mask_length = input_ids.shape[1]
-            steps, filling = steps - first.total_steps, 3
+            return sample(model, input_ids, **kwargs)
         return played(RolloutSynthesis(gpu, steps, filling or 0), model, input_ids, *args, **kwargs)
 
     return sample
