@@ -431,6 +431,27 @@ def test_a_command_ends_once_its_server_is_where_the_next_one_looks(
     assert not Path(server.socket_path).parent.exists()
 
 
+def test_a_server_that_moves_before_its_command_looks_again_stays(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
+    server = _Slow(short)
+    assert server.is_ready()
+    process = server._process
+    assert process is not None
+    assert process.stdin is not None
+    close = process.stdin.close
+
+    def close_and_wait() -> None:  # as on a machine whose processors are all taken
+        close()
+        while Path(server.socket_path).exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(process.stdin, "close", close_and_wait)
+    server.close()
+    assert server.place is not None
+    assert kept_server.ask(server.place, "stop") != {}
+    process.wait(timeout=20)
+
+
 @pytest.mark.slow
 def test_the_second_check_is_run_by_what_the_first_one_left(tmp_path: Path, short: Path, tiny_model: Path) -> None:
     recipe = tiny.write_recipe(tmp_path, tiny_model)

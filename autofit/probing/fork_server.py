@@ -120,9 +120,10 @@ class ForkServer:
         if self._kept is not None:
             self._kept.close()
         if self._process is not None:
+            stays = self._stays and Path(self.socket_path).exists()  # it is ready, and moves once its input closes
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            if self._stays and Path(self.socket_path).exists():  # it is ready
+            if stays:
                 self._wait_for_its_move()
                 return
             self._process.terminate()
