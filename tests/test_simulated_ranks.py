@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import tiny
 from at_once import probed
 from probed_anew import probed_anew
 
+from autofit.errors import ConfigError
+from autofit.fakegpu import fake_gpu
 from autofit.plugin.ranks import rank_environment, simulated_rank
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
@@ -201,6 +204,20 @@ def test_the_last_rank_is_simulated_where_ranks_do_not_divide_the_model(
     assert [one.rank for one in result.ranks] == [0, 2]
     assert result.rank == 0
     assert result.ranks[1].peak_allocated_bytes <= result.ranks[0].peak_allocated_bytes
+
+
+def test_the_network_of_a_launch_is_that_of_its_collectives() -> None:
+    launch = Launch(ranks=16, machines=2, network_gbit=100)
+    assert Launch.of({"launch": launch.to_values()}) == launch
+    assert "network_gbit" not in Launch(ranks=16).to_values()  # studies without it keep their recipe's hash
+    assert launch.words == "16 ranks on 2 machines with 100 Gbit/s each, DDP"
+    for gbit in (0, True, 10**6, 1.5):
+        with pytest.raises(ConfigError, match="network_gbit must be a whole number from 1 to 100000"):
+            Launch.of({"launch": {"network_gbit": gbit}})
+    with simulated_rank(launch), fake_gpu("h100") as gpu:
+        assert "9.375 GB/s, 75% of all adapters of a machine (as given)" in gpu.clock.collectives.notes(16)[0]
+    with simulated_rank(replace(launch, network_gbit=None)), fake_gpu("h100") as gpu:
+        assert gpu.clock.collectives.network_gbit == 0
 
 
 def test_a_simulated_rank_leaves_environment_and_process_group_as_they_were() -> None:

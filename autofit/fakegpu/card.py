@@ -20,7 +20,7 @@ from autofit.fakegpu.memory import HostMemory, SimulatedMemory
 from autofit.fakegpu.ranks import nccl_bytes, nccl_note
 from autofit.fakegpu.rates.products import stand_in
 from autofit.fakegpu.replay import least_capacity
-from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, GpuSpec, HostCosts
+from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, NETWORK_GBIT, GpuSpec, HostCosts
 from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers
 from autofit.fakegpu.tracer import Tracer
 
@@ -71,6 +71,7 @@ class FakeGpu:
             self.clock = self.layers.clock = LayerClock(spec, host_costs or HostCosts(), self.layers)
             self.memory.layer_at_work = self.layers.code
         self.clock.collectives.per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", CARDS_OF_A_MACHINE))
+        self.clock.collectives.network_gbit = int(os.environ.get(NETWORK_GBIT, 0))
         if unmeasured := stand_in(spec):
             self.note(unmeasured)
         if self._world:

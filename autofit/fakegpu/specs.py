@@ -28,6 +28,7 @@ class UnknownGpuError(FakeGpuError, ValueError):
 
 MIB = 1 << 20
 CARDS_OF_A_MACHINE = 8  # where nothing says otherwise
+NETWORK_GBIT = "AUTOFIT_NETWORK_GBIT"  # variable of a simulated rank: Gbit/s of all network adapters of its machine
 
 _WHITEPAPER = "vendor data sheet (dense rates, boost clock)"
 _UNVERIFIED = "from memory of torch's messages; no source found, may be off by 1 %"

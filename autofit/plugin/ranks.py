@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.specs import NETWORK_GBIT
 from autofit.files import Scratch
 from autofit.hardware.hardware import threads_of_each
 from autofit.recipe.launch import Launch, check_on_cpu
@@ -203,6 +204,8 @@ def simulated_rank(launch: Launch, rank: int = 0, *, device: str = "sim:a100-80g
         yield
         return
     environment = rank_environment(launch, rank=rank, port=_NO_PORT, device=device)
+    if launch.network_gbit is not None:
+        environment[NETWORK_GBIT] = str(launch.network_gbit)
     with mock.patch.dict(os.environ, environment), fake_ranks(launch.ranks, rank, servers=launch.server_ranks):
         yield
 

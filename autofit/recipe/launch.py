@@ -28,6 +28,7 @@ MOST_RANKS = 4096
 # Whether a strategy of FSDP1 frees what it gathered. On one machine torch's hybrid ones shard over all ranks and have
 # nothing to copy to (torch/distributed/fsdp/_init_utils.py, _init_intra_and_inter_node_groups).
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+_MOST_GBIT = 100_000
 _LOCAL = {"compute_environment": "LOCAL_MACHINE", "machine_rank": 0, "main_training_function": "main",
           "rdzv_backend": "static", "same_network": True, "use_cpu": False}  # fmt: skip
 
@@ -40,6 +41,8 @@ class Launch:
     ZeRO. `offload` says what lives in host memory between its uses: the optimizer's state, or parameters, gradients
     and the optimizer's state. With `reshard_after_forward` FSDP frees the gathered parameters between forward and
     backward. `server_ranks` are further cards, of a vLLM server. `config` has the rest of the user's accelerate config.
+    `network_gbit` is what all network adapters of a machine have together by their data sheets, in Gbit/s; None: as
+    machines of such cards mostly have. Predictions of several machines read it.
     """
 
     ranks: int = 1
@@ -48,6 +51,7 @@ class Launch:
     offload: Offload = "none"
     server_ranks: int = 0
     machines: int = 1
+    network_gbit: int | None = None
     config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +59,12 @@ class Launch:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
                 raise ConfigError(f"{name} must be a whole number from {least} to {MOST_RANKS}; got {quoted(value)}")
+        gbit = self.network_gbit
+        if gbit is not None and (isinstance(gbit, bool) or not isinstance(gbit, int) or not 1 <= gbit <= _MOST_GBIT):
+            raise ConfigError(
+                f"network_gbit must be a whole number from 1 to {_MOST_GBIT}, the Gbit/s of all network adapters of a "
+                f"machine; got {quoted(gbit)}"
+            )
         for name, known in (("sharding", get_args(Sharding)), ("offload", get_args(Offload))):
             value = getattr(self, name)
             if value not in known:
@@ -115,6 +125,7 @@ class Launch:
         parts = ["1 rank" if self.ranks == 1 else f"{self.ranks} ranks"]
         if self.machines > 1:
             parts[0] += f" on {self.machines} machines"
+            parts[0] += "" if self.network_gbit is None else f" with {self.network_gbit} Gbit/s each"
         if self.ranks > 1 or self.sharding != "ddp":
             parts.append(shared)
         if self.sharding.startswith("fsdp") and not self.reshard_after_forward:
@@ -133,7 +144,7 @@ class Launch:
 
     def to_values(self) -> dict[str, object]:
         """The mapping under the key `launch` of a recipe."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "network_gbit" or value is not None}
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> "Launch":

@@ -71,6 +71,17 @@ def test_an_all_reduce_over_a_slow_network_is_bound_by_it() -> None:
     assert across.seconds("all_reduce", GIB, 4) == inside.seconds("all_reduce", GIB, 4)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "broadcast"])
+def test_a_network_that_is_given_takes_the_place_of_the_usual_one(kind: Collective) -> None:
+    spec = gpu_spec("h100")  # 8 adapters of 400 Gbit/s
+    usual, same, slow = (CollectiveSeconds(spec, network_gbit=gbit) for gbit in (0, 8 * 400, 100))
+    assert same.seconds(kind, 64 * GIB, 16) == usual.seconds(kind, 64 * GIB, 16)
+    assert slow.seconds(kind, 64 * GIB, 16) / usual.seconds(kind, 64 * GIB, 16) == pytest.approx(32, rel=0.02)
+    assert slow.seconds(kind, GIB, 8) == usual.seconds(kind, GIB, 8)
+    assert "as given" in slow.notes(16)[0]
+    assert "launch.network_gbit" in usual.notes(16)[0]
+
+
 @pytest.mark.parametrize(
     ("gbit", "adapters", "cards", "measured_gb_per_s"),
     [(100, 8, 16, 75), (200, 4, 16, 91), (200, 4, 16, 86), (400, 8, 256, 200)],

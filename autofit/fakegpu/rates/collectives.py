@@ -68,10 +68,14 @@ def _most(system: str) -> int:
 
 @dataclass(slots=True)
 class CollectiveSeconds:
-    """Seconds of collectives over cards of `spec`, of which a machine has at most `per_machine`."""
+    """Seconds of collectives over cards of `spec`, of which a machine has at most `per_machine`.
+
+    All network adapters of a machine have `network_gbit` Gbit/s together; 0: one a card, of the spec's.
+    """
 
     spec: GpuSpec
     per_machine: int = CARDS_OF_A_MACHINE
+    network_gbit: int = 0
     _known: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
     def seconds(self, kind: Collective, nbytes: float, ranks: int) -> float:
@@ -118,15 +122,20 @@ class CollectiveSeconds:
         share = 1.0 if kind == "broadcast" else rounds * (ranks - 1) / ranks
         rate = self.spec.peer_bytes_per_s if inside else self._between_machines()
         if not inside and kind == "alltoall":
-            share, rate = (ranks - self.per_machine) / ranks, NETWORK_SHARE * self.spec.network_bytes_per_s
+            share, rate = (ranks - self.per_machine) / ranks, NETWORK_SHARE * self._adapters() / self.per_machine
         machines = -(-ranks // self.per_machine)
         steps_s = rounds * (min(ranks, self.per_machine) - 1) * _STEP_S + rounds * (machines - 1) * _NETWORK_STEP_S
         return steps_s + share * nbytes / rate
 
     def _between_machines(self) -> float:
         """Bytes/s of a ring through each card, where all adapters of a machine carry it."""
-        spec = self.spec
-        return min(spec.peer_bytes_per_s, NETWORK_SHARE * self.per_machine * spec.network_bytes_per_s)
+        return min(self.spec.peer_bytes_per_s, NETWORK_SHARE * self._adapters())
+
+    def _adapters(self) -> float:
+        """Bytes/s of all adapters of a machine by their data sheets, in one direction."""
+        if self.network_gbit:
+            return self.network_gbit / 8 * 1e9
+        return self.per_machine * self.spec.network_bytes_per_s
 
     def notes(self, ranks: int) -> list[str]:
         """What is not measured of the seconds of collectives over `ranks` cards."""
@@ -142,10 +151,11 @@ class CollectiveSeconds:
                 f"collectives between {ranks} {spec.name} cards were not measured: a ring's formula at "
                 f"{spec.peer_bytes_per_s / 1e9:g} GB/s ({spec.peer_source})"
             ]
+        told = "as given" if self.network_gbit else f"{spec.network_source}; launch.network_gbit says another"
         return [
             f"collectives of {ranks} cards cross machines of {self.per_machine}: a ring's formula at "
             f"{self._between_machines() / 1e9:g} GB/s, {NETWORK_SHARE:.0%} of all adapters of a machine "
-            f"({spec.network_source}), which was not measured"
+            f"({told}), which was not measured"
         ]
 
 
