@@ -163,17 +163,19 @@ def test_the_smallest_card_with_room_is_named_only_after_it_was_simulated() -> N
 
     base = on("sim:a100-80gb", 84 * GB, 20 * GB)
     asked.clear()
-    card = other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 20 * GB))
+    card = other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 20 * GB), Launch())
     assert card is not None
     assert asked == [f"sim:{card.name}"]
     assert gpu_spec(card.name).capacity_bytes < 26 * GB
     assert card.options == f"--gpu {card.name}"
-    assert other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 60 * GB)) is None
+    assert replace(card, launch=Launch(ranks=7, server_ranks=1)).options == f"--gpu 8x{card.name}"
+    assert replace(card, launch=Launch(ranks=16, machines=4)).options == f"--gpu 4x4x{card.name}"
+    assert other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 60 * GB), Launch()) is None
     full = on("sim:a100-80gb", gpu_spec("a100-80gb").capacity_bytes, 70 * GB)
     capacity = gpu_spec("a100-80gb").capacity_bytes  # an H100 has 0.03 GB less, and is no smaller card
-    assert other_card(full, capacity, lambda device, capacity: on(device, capacity, 70 * GB)) is None
+    assert other_card(full, capacity, lambda device, capacity: on(device, capacity, 70 * GB), Launch()) is None
     over = on("sim:a100-40gb", 42 * GB, 50 * GB)
-    larger = other_card(over, 42 * GB, lambda device, capacity: on(device, capacity, 50 * GB))
+    larger = other_card(over, 42 * GB, lambda device, capacity: on(device, capacity, 50 * GB), Launch())
     assert larger is not None
     assert larger.capacity_bytes > 53 * GB
 

@@ -15,6 +15,7 @@ from autofit.plugin.protocol import ROLLOUT as ROLLOUT_PHASE
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.findings import OFFLOAD
 from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.traits import describe_changes, set_options
 from autofit.units import format_bytes, format_seconds
@@ -155,17 +156,22 @@ class OtherCard:
     device_used_bytes: int
     shown_bytes: int  # to judge it by: `margin.shown_bytes`
     step_s: float | None
+    launch: Launch
 
     @property
     def options(self) -> str:
-        return f"--gpu {self.name}"
+        """The option that asks for as many of these cards as the recipe trains on."""
+        machines, cards = self.launch.machines, self.launch.cards
+        count = f"{machines}x{cards // machines}x" if machines > 1 else f"{cards}x" if cards > 1 else ""
+        return f"--gpu {count}{self.name}"
 
     def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "options": self.options}
+        told = {name: value for name, value in asdict(self).items() if name != "launch"}
+        return {**told, "options": self.options}
 
 
 def other_card(
-    result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Device, int], ProbeResult]
+    result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Device, int], ProbeResult], launch: Launch
 ) -> OtherCard | None:
     """The smallest card that runs the recipe of `result` with room: smaller where it fits so now, larger where not.
 
@@ -179,7 +185,7 @@ def other_card(
         return None
     return OtherCard(
         name=spec.name, capacity_bytes=spec.capacity_bytes, device_used_bytes=found.device_used_bytes or 0,
-        shown_bytes=shown_bytes(found, spec.capacity_bytes)[0], step_s=found.median_step_s,
+        shown_bytes=shown_bytes(found, spec.capacity_bytes)[0], step_s=found.median_step_s, launch=launch,
     )  # fmt: skip
 
 

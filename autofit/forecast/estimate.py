@@ -111,7 +111,7 @@ class Estimator:
         """What would make the recipe of `result` fit with room to spare, or where it does, faster; and another card."""
         fits = result.status is ProbeStatus.FIT and not is_tight(result, self.capacity_bytes)
         with ThreadPoolExecutor(1) as pool:
-            card = pool.submit(other_card, result, self.capacity_bytes, self._probe_on)
+            card = pool.submit(other_card, result, self.capacity_bytes, self._probe_on, self.recipe.launch)
             found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
             with contextlib.suppress(Cancelled):
                 found = replace(found, card=card.result())
