@@ -412,6 +412,8 @@ def test_what_the_commands_read_as_a_file_the_page_reads_too(
         ("hello", "no training is started in"),
         ("a: 1\n  b: 2", "not valid YAML"),
         ('{"model_type": "qwen3", "hidden_size": 64}', "this is the config.json of a model"),
+        ("from trl import SFTTrainer\nSFTTrainer('a').train()", "this is Python code, and the page runs none"),
+        ("import os\n!trl sft --config run.yaml", "run.yaml"),
         ("", "paste a recipe"),
         ("   ", "paste a recipe"),
     ],
@@ -847,6 +849,8 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
         assert "25.7 GB\nneeded, of 25.3 GB" in told
         assert "the next tensor found no free piece that is large enough." in told
         assert "1 more, below 0.1 GB" not in told
+        shown({"is": "note", "text": "no `dtype` is given"})
+        assert page.inner_html("#notes") == "<li>No <code>dtype</code> is given.</li>"
         told = shown(EXPLAINED)
         assert "It cannot be simulated: Megatron is not simulated." in told
         told = shown(CARD)

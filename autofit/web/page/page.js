@@ -29,6 +29,7 @@ const gb = (bytes) => bytes === null || bytes === undefined ? "-"
   : bytes >= 1e8 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`;
 // A capital for a plain word; the name of a key, a file or a program stays as it is.
 const sentence = (text) => `${/^(?!verl\b)[a-z]+(?=[ ,:;]|$)/.test(text) ? text[0].toUpperCase() : text[0]}${text.slice(1)}.`;
+const prose = (text) => text.split("`").map((part, place) => place % 2 ? element("code", part) : part);
 const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
 
 function seconds(value) {
@@ -40,9 +41,9 @@ function seconds(value) {
 }
 
 function say(words, kind = "", aloud = words) {
-  status.textContent = words;
+  status.replaceChildren(...prose(words));
   status.className = kind;
-  if (aloud !== said.textContent) said.textContent = aloud;
+  if (aloud !== said.textContent) said.textContent = aloud.replaceAll("`", "");
 }
 
 // -- the recipe of a model and a training -----------------------------------------------------------------------------
@@ -219,7 +220,7 @@ function showVerdict() {
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
     element("p", of.verdict === "does not fit" ? `It runs out of memory: ${of.why}.` : sentence(of.why)),
-    ...of.warnings.map((text) => element("p", sentence(text), {class: of.verdict === "fits" ? "soft" : "bad"})),
+    ...of.warnings.map((text) => element("p", prose(sentence(text)), {class: of.verdict === "fits" ? "soft" : "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
@@ -241,7 +242,7 @@ const facts = (pairs) => element("table", pairs.map(([name, text]) => element("t
 
 function showNotes() {
   const list = document.getElementById("notes");
-  if (list) list.replaceChildren(...notes.map((text) => element("li", sentence(text))));
+  if (list) list.replaceChildren(...notes.map((text) => element("li", prose(sentence(text)))));
 }
 
 function applied() {  // one alone would change the batch: what was applied together is undone together, the last first
