@@ -896,7 +896,7 @@ def test_what_is_applied_together_is_undone_together_since_one_alone_would_chang
         assert page.evaluate("merged()") == {"micro": 4, "accumulation": 2}
         page.get_by_label("Model", exact=True).fill(MODEL)
         page.get_by_label("Training", exact=True).select_option("sft-full")
-        expect(page.get_by_role("status")).to_contain_text("The recipe below is your own")
+        expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
         recipe.fill("trl sft --model_name_or_path b")
         assert page.evaluate("merged()") == {}
         browser.close()

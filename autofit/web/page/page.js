@@ -67,10 +67,10 @@ function recipe(model, method) {
 
 function write() {
   const text = field("text"), model = field("model").value.trim() || field("model").placeholder;
-  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own: only its model is changed
+  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own, or an example: only its model is changed
     const own = text.value.replace(/^model_name_or_path:.*$/m, `model_name_or_path: ${model}`);
     if (field("model").value.trim() && own !== text.value) text.value = own;
-    else say("The recipe below is your own: change it there, or empty it to begin with a model.", "wrong");
+    else say("The recipe below stays as it is: change it there, or empty it to begin with a model.", "wrong");
     return;
   }
   text.value = generated = recipe(model, field("method").value);
@@ -80,7 +80,7 @@ function write() {
 
 function example(chosen) {
   for (const id of ["model", "count", "sharing", "config", "trainer"]) field(id).value = "";
-  field("text").value = generated = chosen.text;
+  field("text").value = chosen.text;
   field("card").value = chosen.card;
   field("tokens").value = chosen.tokens;
   changes = [];
