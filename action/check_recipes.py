@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autofit.units import format_seconds
+
 SECONDS = 30.0  # of one request to GitHub
 LONGEST = 300  # characters of a message in a cell
 PER_PAGE = 100
@@ -41,7 +43,7 @@ class Checked:
         mark = ":white_check_mark:" if self.fits else ":x:"
         used, capacity, step = self.said["device_used_bytes"], self.said["capacity_bytes"], self.said["step_s"]
         memory = f"{used / 1e9:.2f} of {capacity / 1e9:.2f} GB" if used else f"of {capacity / 1e9:.2f} GB"
-        seconds = "" if step is None else f"{step:.3g} s"
+        seconds = "" if step is None else format_seconds(step)
         return f"| {_cell(self.path)} | {mark} {self.said['verdict']} | {memory} | {seconds} | {_cell(self._change)} |"
 
     @property
@@ -49,9 +51,8 @@ class Checked:
         change = (self.said or {}).get("change")
         if change is None:
             return ""
-        return (
-            f"{change['options'].replace('--set ', '')} ({change['tier']}): {change['device_used_bytes'] / 1e9:.2f} GB"
-        )
+        words = change.get("own") or change["options"].replace("--set ", "")  # `own`: in its file's keys
+        return f"{words} ({change['tier']}): {change['device_used_bytes'] / 1e9:.2f} GB"
 
 
 def recipes(globs: Sequence[str], base: str) -> list[str]:

@@ -140,6 +140,12 @@ def test_changed_recipes_are_checked_and_the_comment_is_written_once(
     assert len(comments) == 122
 
 
+def test_a_row_reads_as_the_command_does_and_a_change_is_in_the_files_own_keys() -> None:
+    change = {**TOO_LARGE["change"], "own": "bf16: true"}  # type: ignore[dict-item]
+    row = check_recipes.Checked("a.yaml", {**TOO_LARGE, "step_s": 1743.9, "change": change}).row
+    assert row.endswith("| 29m04s | `bf16: true (approximate): 21.00 GB` |")
+
+
 def test_a_wrong_recipe_is_told_and_its_name_or_message_is_only_text(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from recipes import grpo_recipe
@@ -22,6 +22,7 @@ from autofit.commands.arguments import parser
 from autofit.commands.web import _access, _check
 from autofit.errors import ConfigError
 from autofit.files import TornFile
+from autofit.plugin.registry import load
 from autofit.recipe.yaml_file import Source, only_below, parse_yaml
 from autofit.web.allowed import allowed, allowed_launch, write_config, write_training
 from autofit.web.answering import TOLD, batch_words, run
@@ -411,6 +412,8 @@ def test_what_the_commands_read_as_a_file_the_page_reads_too(
         ("hello", "no training is started in"),
         ("a: 1\n  b: 2", "not valid YAML"),
         ('{"model_type": "qwen3", "hidden_size": 64}', "this is the config.json of a model"),
+        ("from trl import SFTTrainer\nSFTTrainer('a').train()", "this is Python code, and the page runs none"),
+        ("import os\n!trl sft --config run.yaml", "run.yaml"),
         ("", "paste a recipe"),
         ("   ", "paste a recipe"),
     ],
@@ -846,6 +849,8 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
         assert "25.7 GB\nneeded, of 25.3 GB" in told
         assert "the next tensor found no free piece that is large enough." in told
         assert "1 more, below 0.1 GB" not in told
+        shown({"is": "note", "text": "no `dtype` is given"})
+        assert page.inner_html("#notes") == "<li>No <code>dtype</code> is given.</li>"
         told = shown(EXPLAINED)
         assert "It cannot be simulated: Megatron is not simulated." in told
         told = shown(CARD)
@@ -856,6 +861,44 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
             ("verl's config", "verl's config."), ("left out: a", "Left out: a."), ("examples/a is", "examples/a is."),
         ):  # fmt: skip
             assert page.evaluate("(text) => sentence(text)", text) == said
+        methods = page.evaluate("[...field('method').options].map((one) => one.value)")
+        for method in methods:  # each is a recipe that its trainer takes
+            values = parse_yaml(page.evaluate("(method) => recipe('a', method)", method))
+            trainer = cast(Any, load(method.partition("-")[0]))
+            trainer.parse(values, overrides={"use_cpu": True})
+        browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
+def test_what_is_applied_together_is_undone_together_since_one_alone_would_change_the_batch() -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    with served() as (server, _), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=_FLAGS)
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        recipe, undo = page.get_by_label("Recipe (YAML) or command"), page.get_by_role("button", name="Undo")
+        recipe.fill("trl sft --model_name_or_path a")
+        for change in ({"micro": 4, "accumulation": 2}, {"env": {"A": "1"}}, {"env": {"B": "2"}}):
+            page.evaluate("(set) => apply(set)", change)
+        page.get_by_role("button", name="Check").click()  # keeps them: the recipe is the same
+        assert page.evaluate("merged()") == {"micro": 4, "accumulation": 2, "env": {"A": "1", "B": "2"}}
+        page.evaluate("(line) => hear(line)", NO_FIT)
+        assert page.evaluate("field('result').getBoundingClientRect().top") < 100  # a phone shows the answer at once
+        undo.click()
+        page.evaluate("(line) => hear(line)", NO_FIT)
+        undo.click()
+        page.evaluate("(line) => hear(line)", NO_FIT)
+        expect(undo).to_have_accessible_name("Undo micro: 4, accumulation: 2")
+        page.goto(page.url)
+        page.reload()
+        assert page.evaluate("merged()") == {"micro": 4, "accumulation": 2}
+        page.get_by_label("Model", exact=True).fill(MODEL)
+        page.get_by_label("Training", exact=True).select_option("sft-full")
+        expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
+        recipe.fill("trl sft --model_name_or_path b")
+        assert page.evaluate("merged()") == {}
         browser.close()
 
 

@@ -5,6 +5,7 @@ texts are single words without a slash, and models are those of the catalogue. T
 pasted becomes files: of a training, which the commands' own readers then read, and of a model's config.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -258,9 +259,24 @@ def write_training(text: str, folder: Path) -> Path:
         raise ConfigError("paste a recipe (YAML) or the command of a training first, or choose a model")
     if _is_config(text):
         raise ConfigError("this is the config.json of a model: paste it under More, and here a recipe of the training")
+    if _is_python(text):
+        raise ConfigError(
+            "this is Python code, and the page runs none: paste its settings as YAML, or on your own machine "
+            "run `autofit fit-check --gpu NAME train.py`"
+        )
     path = folder / f"training{SUFFIXES[0 if is_script(text) else 1]}"
     path.write_text(text, encoding="utf-8", errors="replace")
     return path
+
+
+def _is_python(text: str) -> bool:
+    if not re.search(r"^(?:from|import) \w", text, re.MULTILINE):
+        return False
+    try:
+        ast.parse(text)
+    except (ValueError, RecursionError, MemoryError, SyntaxError):  # a notebook's cell with a command, for one
+        return False
+    return True
 
 
 def _is_config(text: str) -> bool:

@@ -4,7 +4,7 @@
 const field = (id) => document.getElementById(id);
 const FIELDS = ["text", "config", "card", "tokens", "count", "sharing", "trainer"];
 const status = field("status"), said = field("said"), answer = field("answer"), cards = field("cards"), start = field("start");
-let changes = {}, asking = null, verdict = null, rows = [], generated = "";
+let changes = [], asking = null, verdict = null, rows = [], generated = "";
 
 // -- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -29,6 +29,7 @@ const gb = (bytes) => bytes === null || bytes === undefined ? "-"
   : bytes >= 1e8 ? `${(bytes / 1e9).toFixed(bytes >= 1e11 ? 0 : 1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`;
 // A capital for a plain word; the name of a key, a file or a program stays as it is.
 const sentence = (text) => `${/^(?!verl\b)[a-z]+(?=[ ,:;]|$)/.test(text) ? text[0].toUpperCase() : text[0]}${text.slice(1)}.`;
+const prose = (text) => text.split("`").map((part, place) => place % 2 ? element("code", part) : part);
 const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
 
 function seconds(value) {
@@ -40,9 +41,9 @@ function seconds(value) {
 }
 
 function say(words, kind = "", aloud = words) {
-  status.textContent = words;
+  status.replaceChildren(...prose(words));
   status.className = kind;
-  if (aloud !== said.textContent) said.textContent = aloud;
+  if (aloud !== said.textContent) said.textContent = aloud.replaceAll("`", "");
 }
 
 // -- the recipe of a model and a training -----------------------------------------------------------------------------
@@ -59,27 +60,30 @@ function recipe(model, method) {
     if (trainer === "dpo") lines.push("precompute_ref_log_probs: false");
   }
   if (how !== "full") lines.push("use_peft: true", "lora_r: 16", "lora_alpha: 32");
+  if (trainer === "reward" && how === "lora") lines.push("lora_task_type: SEQ_CLS");  // PEFT takes it for a language model without
   if (how === "qlora") lines.push("load_in_4bit: true");
   return lines.join("\n") + "\n";
 }
 
 function write() {
   const text = field("text"), model = field("model").value.trim() || field("model").placeholder;
-  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own: only its model is changed
-    if (field("model").value.trim()) text.value = text.value.replace(/^model_name_or_path:.*$/m, `model_name_or_path: ${model}`);
+  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own, or an example: only its model is changed
+    const own = text.value.replace(/^model_name_or_path:.*$/m, `model_name_or_path: ${model}`);
+    if (field("model").value.trim() && own !== text.value) text.value = own;
+    else say("The recipe below stays as it is: change it there, or empty it to begin with a model.", "wrong");
     return;
   }
   text.value = generated = recipe(model, field("method").value);
   field("trainer").value = "";
-  changes = {};
+  changes = [];
 }
 
 function example(chosen) {
   for (const id of ["model", "count", "sharing", "config", "trainer"]) field(id).value = "";
-  field("text").value = generated = chosen.text;
+  field("text").value = chosen.text;
   field("card").value = chosen.card;
   field("tokens").value = chosen.tokens;
-  changes = {};
+  changes = [];
   ask("check");
 }
 
@@ -88,7 +92,7 @@ function example(chosen) {
 function packed() {
   const state = {};
   for (const id of FIELDS) if (field(id).value) state[id] = field(id).value;
-  if (Object.keys(changes).length) state.changes = changes;
+  if (changes.length) state.changes = changes;
   const bytes = new TextEncoder().encode(JSON.stringify(state));
   return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""))
     .replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
@@ -105,7 +109,7 @@ function fromLink() {
     const state = unpacked(location.hash.slice(3));
     for (const id of FIELDS) field(id).value = typeof state[id] === "string" ? state[id] : "";
     if (!field("card").value) field("card").selectedIndex = 0;
-    changes = state.changes && typeof state.changes === "object" && !Array.isArray(state.changes) ? state.changes : {};
+    changes = [state.changes ?? []].flat().filter((set) => set && typeof set === "object");
     field("more").open = ["config", "tokens", "count", "sharing"].some((id) => field(id).value);
     if (field("text").value) ask("check");
   } catch {
@@ -142,7 +146,7 @@ async function ask(kind) {
     kind, text: field("text").value, config: field("config").value, card: field("card").value, sharing: field("sharing").value,
     trainer: field("trainer").value,
     count: field("count").value ? Number(field("count").value) : null,
-    tokens: field("tokens").value ? Number(field("tokens").value) : null, changes,
+    tokens: field("tokens").value ? Number(field("tokens").value) : null, changes: merged(),
   };
   if (innerWidth < 720) field("result").scrollIntoView({block: "start"});
   try {
@@ -216,14 +220,14 @@ function showVerdict() {
   answer.replaceChildren(
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
     element("p", of.verdict === "does not fit" ? `It runs out of memory: ${of.why}.` : sentence(of.why)),
-    ...of.warnings.map((text) => element("p", sentence(text), {class: of.verdict === "fits" ? "soft" : "bad"})),
+    ...of.warnings.map((text) => element("p", prose(sentence(text)), {class: of.verdict === "fits" ? "soft" : "bad"})),
     element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
     element("div", [], {id: "advice"}),
     element("h3", "Effective batch"), element("p", `${of.batch} Every change above keeps it exactly.`),
     figuresTable(),
-    element("details", [element("summary", Object.keys(changes).length ? "The recipe with these changes" : "The recipe as it was read"), element("pre", element("code", of.yaml)),
+    element("details", [element("summary", changes.length ? "The recipe with these changes" : "The recipe as it was read"), element("pre", element("code", of.yaml)),
       element("button", "Copy", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
     element("details", [element("summary", "What was simulated"), facts(of.facts)]),
     element("ul", [], {id: "notes", class: "notes"}),
@@ -238,15 +242,16 @@ const facts = (pairs) => element("table", pairs.map(([name, text]) => element("t
 
 function showNotes() {
   const list = document.getElementById("notes");
-  if (list) list.replaceChildren(...notes.map((text) => element("li", sentence(text))));
+  if (list) list.replaceChildren(...notes.map((text) => element("li", prose(sentence(text)))));
 }
 
-function applied() {
-  const keys = Object.keys(changes);
-  if (!keys.length) return "";
-  const items = keys.map((key) => element("li", [element("code", `${key}: ${plain(changes[key])}`), " ",
-    element("button", "Undo", {type: "button", "aria-label": `Undo ${key}`, onclick: () => { delete changes[key]; again(); }})]));
-  return element("div", [element("p", "Changed:", {class: "small soft"}), element("ul", items, {class: "applied"})]);
+function applied() {  // one alone would change the batch: what was applied together is undone together, the last first
+  const items = changes.map((set, place) => {
+    const words = Object.entries(set).map(([key, value]) => `${key}: ${plain(value)}`).join(", ");
+    const undo = element("button", "Undo", {type: "button", "aria-label": `Undo ${words}`, onclick: () => { changes.pop(); again(); }});
+    return element("li", [element("code", words), " ", place === changes.length - 1 ? undo : ""]);
+  });
+  return items.length ? element("div", [element("p", "Changed:", {class: "small soft"}), element("ul", items, {class: "applied"})]) : "";
 }
 
 const plain = (value) => value === null ? "removed" : typeof value === "object" ? JSON.stringify(value) : String(value);
@@ -257,11 +262,11 @@ function again() {
 }
 
 function apply(set) {
-  for (const [key, value] of Object.entries(set)) {
-    changes[key] = key === "env" && value && changes.env ? {...changes.env, ...value} : value;
-  }
+  changes.push(set);
   again();
 }
+
+const merged = () => changes.reduce((all, set) => ({...all, ...set, ...(all.env && set.env ? {env: {...all.env, ...set.env}} : {})}), {});
 
 function showAdvice(advice) {
   const box = field("advice"), mends = advice.mends.map(change), faster = advice.faster.map(change), parts = [];
@@ -327,8 +332,6 @@ function picture() {
       drawn("text", {x: left - 6, y: y(at * 1e9) + 4, "text-anchor": "end"}, at));
   }
   svg.append(drawn("text", {x: left - 6, y: 12, "text-anchor": "end"}, "GB"));
-  const words = `${verdict.card} has ${gb(limit)}`, wordsAt = y(limit) - 5;
-  const underWords = (at, right) => right > width - words.length * 7.5 && Math.abs(at - wordsAt) < 14;
   const room = (width - left) / phases.length, wide = Math.min(120, room * 0.82), seen = new Map();
   phases.forEach((phase, place) => {
     const x = left + room * place + (room - wide) / 2;
@@ -338,8 +341,8 @@ function picture() {
       const block = drawn("rect", {class: colour(name), x, y: y(below + bytes), width: wide, height: Math.max(0, y(below) - y(below + bytes))});
       block.append(drawn("title", {}, `${phase.name}: ${name} ${gb(bytes)}`));
       svg.append(block);
-      const tall = y(below) - y(below + bytes), at = y(below + bytes / 2) + 4;
-      if (tall >= 14 && wide >= name.length * 6.2 && !underWords(at, x + wide)) svg.append(drawn("text", {class: "inside", x: x + wide / 2, y: at, "text-anchor": "middle"}, name));
+      const tall = y(below) - y(below + bytes);
+      if (tall >= 14 && wide >= name.length * 6.2) svg.append(drawn("text", {class: "inside", x: x + wide / 2, y: y(below + bytes / 2) + 4, "text-anchor": "middle"}, name));
       below += bytes;
     }
     if (phase.cached_bytes > most / 200) {
@@ -349,7 +352,8 @@ function picture() {
     svg.append(drawn("text", {x: x + wide / 2, y: height - 6, "text-anchor": "middle"}, phase.name));
   });
   svg.append(drawn("line", {class: "limit", x1: left, x2: width, y1: y(limit), y2: y(limit)}),
-    drawn("text", {class: "limit-words", x: width, y: wordsAt, "text-anchor": "end"}, words));
+    drawn("line", {class: "limit", x1: left, x2: left + 26, y1: 8, y2: 8}),  // above the tallest bar: nothing lies under the words
+    drawn("text", {class: "limit-words", x: left + 33, y: 12}, `${verdict.card} has ${gb(limit)}`));
   const shown = [...seen].filter(([, bytes]) => bytes > limit / 200), small = seen.size - shown.length;
   const legend = shown.map(([name, bytes]) => element("li", [
     element("i", [], {class: name === FREE ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
@@ -411,13 +415,13 @@ function showExplained(found) {
 
 // -- beginning --------------------------------------------------------------------------------------------------------
 
-field("ask").addEventListener("submit", (event) => { event.preventDefault(); changes = {}; ask("check"); });
+field("ask").addEventListener("submit", (event) => { event.preventDefault(); ask("check"); });
 field("compare").addEventListener("click", () => ask("cards"));
 field("link").addEventListener("click", (event) => {
   history.replaceState(null, "", `#q=${packed()}`);
   copy(location.href, event.target);
 });
-field("text").addEventListener("input", () => { field("trainer").value = ""; });
+field("text").addEventListener("input", () => { field("trainer").value = ""; changes = []; });
 field("model").addEventListener("change", write);
 field("method").addEventListener("change", write);
 for (const button of document.querySelectorAll("[data-text]")) button.addEventListener("click", () => example(button.dataset));
