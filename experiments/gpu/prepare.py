@@ -70,6 +70,6 @@ def _case(folder: Folder, config: Config) -> None:
     path = folder.case(config)
     if path.exists():
         return
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # an earlier one may have been killed here
     # As for a CPU: this machine may have no card, and what is written down does not depend on it.
     load(config.trainer).inspect(folder.values(config), Inspection(device="cpu", worst_case=WorstCase(path=path)))
