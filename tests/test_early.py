@@ -200,6 +200,20 @@ def test_a_typo_is_told_without_an_import_of_torch(kept: Path, tmp_path: Path, t
         assert "unknown key 'lora_rr'; the nearest valid one is 'lora_r'" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["check", "estimate", "search", "doctor"])
+def test_an_unknown_card_is_told_before_the_imports(tmp_path: Path, command: str) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nreward_funcs: [r.f]\noutput_dir: o\n")
+    code = (
+        "import sys; from autofit.cli import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'optuna', 'numpy', 'rich'} & set(sys.modules), 'too much is imported'; sys.exit(code)"
+    )
+    asked = [command, str(recipe), "--gpu", "a100x"]
+    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "unknown GPU 'a100x'" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["out.x", "out"])
 def test_a_picture_of_another_kind_is_told_before_the_simulation(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--gpu", "l4", "--plot", name]) == 2
