@@ -312,6 +312,21 @@ def test_ctrl_c_returns_what_was_found_and_the_same_call_goes_on(tiny_recipe: Pa
 
 
 @pytest.mark.usefixtures("lent_server")
+def test_a_search_that_ends_with_its_recipe_leaves_no_folder_that_was_not_there(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    wrong: dict[str, Any] = {**QUICK, "changes": {"model_name_or_path": "nobody/has-this"}}
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for folder in (tmp_path / "s", kept):
+        with pytest.raises(ConfigError, match="model_name_or_path"):
+            autofit.search(tiny_recipe, folder=folder, **wrong)
+    assert not (tmp_path / "s").exists()
+    assert kept.exists()
+
+
+@pytest.mark.usefixtures("lent_server")
 def test_an_estimate_is_the_object_that_the_command_prints(tiny_recipe: Path) -> None:
     from matplotlib.figure import Figure
 

@@ -31,6 +31,7 @@ WRONG: list[dict[str, Any]] = [
     {"lr_scheduler_type": 7}, {"lora_target_modules": 5}, {"gradient_checkpointing_kwargs": [1]}, {"bf16": {}},
     {"model_name_or_path": 5}, {"env": "A=1"}, {"save_strategy": ["no"]}, {"learning_rate": [1e-5]},
     {"max_grad_norm": "abc", "lora_rr": 8}, {"save_total_limit": "many"}, {"save_total_limit": "1.5"},
+    {"optim": "adamw_8bitt"}, {"dtype": "bf16"}, {"trainer": "sft"},
 ]  # fmt: skip
 RIGHT: list[dict[str, Any]] = [
     {"learning_rate": "1e-5"}, {"learning_rate": 1}, {"gradient_accumulation_steps": "4"}, {"use_peft": "yes"},
@@ -89,6 +90,20 @@ def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
     assert said.endswith(
         "max_completion_length must be a whole number or null; got the text 'abc'; lora_r must be 1 or more; got 0"
     )
+
+
+def test_a_reward_in_text_hides_no_other_error(kept: Path) -> None:
+    keep_keys("grpo")
+    said = early_refusal("grpo", {"reward_funcs": "my_reward", "learning_rate": "fast", "lora_rr": 8}) or ""
+    for part in ("write reward_funcs: [my_reward]", "learning_rate must be a number", "unknown key 'lora_rr'"):
+        assert part in said
+
+
+def test_of_many_choices_the_nearest_is_told_and_not_the_list(kept: Path) -> None:
+    keep_keys("grpo")
+    said = early_refusal("grpo", {"optim": "adamw_8bitt"}) or ""
+    assert said.endswith("names; got 'adamw_8bitt'; the nearest valid one is 'adamw_8bit'")
+    assert "adafactor" in (early_refusal("grpo", {"optim": "xyz"}) or "")
 
 
 def test_the_tables_that_come_with_autofit_are_those_of_its_versions() -> None:
@@ -198,6 +213,20 @@ def test_a_typo_is_told_without_an_import_of_torch(kept: Path, tmp_path: Path, t
         done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, done.stderr
         assert "unknown key 'lora_rr'; the nearest valid one is 'lora_r'" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "estimate", "search", "doctor"])
+def test_an_unknown_card_is_told_before_the_imports(tmp_path: Path, command: str) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nreward_funcs: [r.f]\noutput_dir: o\n")
+    code = (
+        "import sys; from autofit.cli import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'optuna', 'numpy', 'rich'} & set(sys.modules), 'too much is imported'; sys.exit(code)"
+    )
+    asked = [command, str(recipe), "--gpu", "a100x"]
+    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "unknown GPU 'a100x'" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["out.x", "out"])

@@ -351,7 +351,7 @@ def test_doctor_prints_each_finding_and_ends_with_1_where_it_would_not_train(
     assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 1
     told = capsys.readouterr().out
     assert f"error: the accelerate config {launch}: fsdp_config.fsdp_activation_checkpointing: true together" in told
-    recipe.write_text(recipe.read_text() + "gradient_checkpointing: false\n")
+    options += ["--set", "gradient_checkpointing=false"]
     assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 0
     assert "error" not in capsys.readouterr().out
 

@@ -189,6 +189,7 @@ def test_a_full_run_ends_with_its_contract_and_the_report_shows_it(
     assert final["verdict"].startswith(
         ("the promise is kept: ", "the promise is broken: step")
     )  # a busy machine is slow
+    assert final["verdict"] not in promoted.stderr, "it is told twice"
     found = autofit.report(folder=studied / "autofit-studies")
     (full,) = json.loads(json.dumps(found.to_dict()))["promoted"]
     assert (full["contract"], full["verdict"], full["state"]) == (final["contract"], final["verdict"], "done")

@@ -13,14 +13,12 @@ from autofit.plugin.protocol import Inspection
 
 from .key_table import KeyTable, kept_table, taken_env
 from .names import overridden_by
-from .offline import NO_MODEL, not_a_list, or_stated, unknown_model, with_local_file
+from .offline import NO_MODEL, or_stated, unknown_model, with_local_file
 from .older import modern
 
 
 def check(trainer: str, values: Mapping[str, object], inspection: Inspection) -> None:
     """Raise ConfigError for a key, a value or a file of the recipe `values` that the inspection would refuse."""
-    if isinstance(values.get("reward_funcs"), str):
-        raise ConfigError(not_a_list(str(values["reward_funcs"])))
     table = kept_table(trainer)
     if table is not None:
         read = modern(values, table.keys, inspection)

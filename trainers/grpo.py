@@ -33,7 +33,7 @@ from .image_prompts import has_images, longest_row, note_of, processor_of, simul
 from .images import StandInProcessor
 from .inspection import data_hash, keep, longest_prompt
 from .keys import COMPARED, ROLLOUTS, TILE_TOKENS, grpo_tiers
-from .offline import FEATURES, no_reward, not_a_list, or_stated
+from .offline import FEATURES, no_reward, or_stated
 from .rows import in_epoch, padded, place_of, shorter_prompts, unmasked_is_larger
 from .trl import TrlRun, TrlTrainer
 from .trl_config import TrlConfig
@@ -66,8 +66,6 @@ def reward_functions(config: TrlConfig, *, simulated: bool = False) -> list[str 
         "think_format_reward": think_format_reward,
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     }
-    if isinstance(config.script.reward_funcs, str):
-        raise ConfigError(not_a_list(config.script.reward_funcs))
     found: list[str | Callable[..., Any]] = []
     if config.script.reward_model_name_or_path:
         found.append(config.script.reward_model_name_or_path)

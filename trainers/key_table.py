@@ -38,6 +38,7 @@ _OTHERS = {
     "cutoff_len": ("LLaMA-Factory", "max_length"),
     "finetuning_type": ("LLaMA-Factory", "use_peft"),
     "stage": ("LLaMA-Factory", option("trainer")),
+    "trainer": ("pipeline files", option("trainer")),
     "fast_inference": ("Unsloth", "use_vllm"),
     "gpu_memory_utilization": ("Unsloth", "vllm_gpu_memory_utilization"),
 }
@@ -76,6 +77,7 @@ def _of_others(key: str) -> str:
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
 TABLES = Path(__file__).parent / "key_tables.json"
 _NAMED = 4  # unknown keys that one error names
+_LISTED = 8  # choices, at most, where one of them is near to what was given
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 _AT_LEAST_ONE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length",
@@ -180,16 +182,27 @@ class KeyTable:
                 yield f"{name} must be {key.words}; got {value!r}"
             choices = key.choices
             if choices and value is not None and value not in choices and str(value) not in [str(c) for c in choices]:
-                yield f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}"
+                yield f"{name} must be one of {_of(choices, str(value))}"
 
     def _wrong_values(self, values: Mapping[str, object]) -> typing.Iterator[str]:
         if values.get("loss_type", "grpo") not in LOSS_TYPES and "num_generations" in self.keys:
             given = str(values["loss_type"])
-            yield f"loss_type must be one of {', '.join(LOSS_TYPES)}; got {given!r}{nearest(given, LOSS_TYPES)}"
+            yield f"loss_type must be one of {_of(LOSS_TYPES, given)}"
+        if isinstance(name := values.get("reward_funcs"), str):  # TRL reads a text as a list of its letters
+            listed = f"reward_funcs: [{name[:60]}]"
+            yield f"reward_funcs must be a list of names; got the text {quoted(name)}; write {listed}"
         for name in _AT_LEAST_ONE:
             value = values.get(name)
             if name in self.keys and isinstance(value, int) and value < 1:
                 yield f"{name} must be 1 or more; got {value!r}"
+
+
+def _of(choices: Sequence[object], given: str) -> str:
+    """The choices and what was given instead; of many only the nearest one."""
+    names = list(map(str, choices))
+    close = nearest(given, names)
+    known = f"{len(names)} names" if close and len(names) > _LISTED else ", ".join(names)
+    return f"{known}; got {given!r}{close}"
 
 
 def taken_env(values: dict[str, object]) -> dict[str, str]:

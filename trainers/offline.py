@@ -145,11 +145,6 @@ def without_tokens(values: Mapping[str, object]) -> dict[str, object]:
     return {key: None for key in ("eos_token", "pad_token") if values.get(key)}
 
 
-def not_a_list(name: str) -> str:
-    """Why `reward_funcs: name` is refused: TRL reads a text as a list of its letters."""
-    return f"reward_funcs must be a list of names; got the text {quoted(name)}; write reward_funcs: [{name[:60]}]"
-
-
 class OutOfReachError(ConfigError):
     """A tokenizer or a dataset of the hub cannot be reached from here."""
 

@@ -118,6 +118,7 @@ class Event:
     trial: TrialResult | None = None  # a trial that has just ended
     interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
     read: bool = False  # the recipe has been read: what is said of it follows
+    verdict: bool = False  # the promise against the whole run, which the result says as well
 
     def __str__(self) -> str:
         return f"{self.label:>16}: {self.text}" if self.label else self.text

@@ -36,7 +36,7 @@ from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.storage import use_storage
 from autofit.tuning.study import database_errors, load_study, trials_of
-from autofit.watching.events import read_progress
+from autofit.watching.events import Kind, read_progress
 from autofit.watching.thresholds import StatedGuards, read_guards
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def promote(
     Raises ConfigError for a trial that does not fit, or is claimed to be neutral and is not, and EnvironmentFault when
     the run fails.
     """
-    say = _saying(on_event)
+    say, tell = _saying(on_event), on_event or silent
     with named_as_arguments():
         one_of("device", device, ("auto", "cpu", "cuda"))
         folder = studies_folder(folder)
@@ -254,8 +254,10 @@ def promote(
                 at = f", at step {steps[-1]['step']}" if how == "running" and (steps := read_progress(home)) else ""
                 say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}{at}")
                 final = follow(
-                    promotion, on_step or (lambda _: None), lambda event: say(event.text), place=say, known=earlier
-                )
+                    promotion, on_step or (lambda _: None),
+                    lambda event: tell(Event(text=event.text, verdict=event.kind is Kind.VERDICT)), place=say,
+                    known=earlier,
+                )  # fmt: skip
             except KeyboardInterrupt:
                 if not is_alive(promotion.folder):
                     raise

@@ -21,7 +21,7 @@ from autofit.api.reading import Given, drop, fork_server
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
 from autofit.cluster.executor import Executor
-from autofit.errors import AutofitError, EnvironmentFault
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
@@ -37,7 +37,7 @@ from autofit.forecast.predictions import (
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
-from autofit.probing.fork_server import ForkServer
+from autofit.probing.fork_server import LOG, ForkServer
 from autofit.probing.prepare import keep_worst_case, worst_case_path
 from autofit.recipe.findings import OFFLOAD
 from autofit.recipe.keys import Tier
@@ -157,17 +157,18 @@ def search(
         asked.check()
         use_storage(asked.folder, storage)
         database = database_of(asked.folder)
-        own_folder(asked.folder, on_event)
-        if database.url is not None:
-            open_storage(
-                asked.folder, create=True
-            ).engine.dispose()  # a server that is away, or only reads, is told at once
-        server = fork_server(asked.folder)
-        try:
-            run = _Run(asked, server, on_event or silent, on_progress, on_advice)
-            studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
-        finally:
-            server.close()
+        with _kept_if_used(asked.folder):
+            own_folder(asked.folder, on_event)
+            if database.url is not None:
+                open_storage(
+                    asked.folder, create=True
+                ).engine.dispose()  # a server that is away, or only reads, is told at once
+            server = fork_server(asked.folder)
+            try:
+                run = _Run(asked, server, on_event or silent, on_progress, on_advice)
+                studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
+            finally:
+                server.close()
         result = read_result(asked.folder, studied, stop=stop)
         if stop.kind is StopKind.BROKEN:
             raise EnvironmentFault(f"{result.why}; mend that and run the same command again")
@@ -191,6 +192,20 @@ def report(
 
             write_atomically(Path(html), page_of(result))
         return result
+
+
+@contextlib.contextmanager
+def _kept_if_used(folder: Path) -> Iterator[None]:
+    """Context that makes `folder`: one that was not there is deleted where a wrong recipe leaves no more than a log."""
+    was_there = folder.exists()
+    try:
+        yield
+    except ConfigError:
+        if not was_there and folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOG}:
+            (folder / LOG).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another search has begun there
+                folder.rmdir()
+        raise
 
 
 class _Run:

@@ -260,6 +260,8 @@ def parser() -> argparse.ArgumentParser:
     _stream(doctor)
     doctor.add_argument("--prompt-tokens", type=int, metavar="N",
                         help="with --gpu: a synthetic prompt of N tokens instead of the dataset")  # fmt: skip
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="change a key of the recipe; may be given several times")  # fmt: skip
     doctor.add_argument("--gpu", metavar="NAME", help="check it for this simulated card, for example a100-40gb")
     _as_of(doctor)
     _launch(doctor)

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autofit.commands.common import DONE, NOTHING_FITS, launch_arguments, look_early, say, show_fact, show_line, stream
+from autofit.commands.common import (
+    DONE,
+    NOTHING_FITS,
+    launch_arguments,
+    look_early,
+    say,
+    settings,
+    show_fact,
+    show_line,
+    stream,
+)
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.recipe.profile import TRAINERS, recipe_text, trainer_of_data
@@ -59,8 +69,9 @@ class Printed:
 
 def doctor(options: argparse.Namespace) -> int:
     told = Printed(as_json=options.json, streaming=options.stream)
-    if options.recipe is None and options.as_of is not None:
-        raise ConfigError("--as-of is about a recipe; name one: autofit doctor run.yaml --as-of ...")
+    for name, given in (("--as-of", options.as_of), ("--set", options.set)):
+        if options.recipe is None and given:
+            raise ConfigError(f"{name} is about a recipe; name one: autofit doctor run.yaml {name} ...")
     if options.calibrate:
         told("host costs", _calibrate())
     if options.recipe is not None:
@@ -116,27 +127,30 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     from autofit.api.reading import check_prompt_tokens, read_recipe, source_of
     from autofit.cluster.nodes import executor_findings
     from autofit.files import Scratch
+    from autofit.frontends.writing import changed
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
     from autofit.recipe.as_of import read_libraries, then_of, without_proposal
+    from autofit.recipe.recipe import merge
 
     if options.as_of is not None:
         read_libraries(options.as_of)
-    source = source_of(options.recipe, launch=launch)
+    own = changed(source_of(options.recipe, launch=launch), settings(options.set))
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
         try:
             check_prompt_tokens(options.prompt_tokens, device)
             cards_work = device != "cuda" or _cards_work(look_at_cards(), server, folder, told)
-            recipe = read_recipe(
-                source, trainer=options.trainer, device=device, server=server,
-                scratch=folder / "inspection", launch=launch,
-                prompt_tokens=options.prompt_tokens, trains=False, say=say,
-            )  # fmt: skip
+            with own.in_its_words():
+                recipe = read_recipe(
+                    own.source, trainer=options.trainer, device=device, server=server,
+                    scratch=folder / "inspection", launch=launch, changes=own.changes,
+                    prompt_tokens=options.prompt_tokens, trains=False, say=say,
+                )  # fmt: skip
         finally:
             server.close()
     beside = executor_findings(options.recipe.resolve().parent, cards=recipe.launch.cards)
-    found = [*_findings(options, source.values, recipe, device), *beside]
+    found = [*_findings(options, merge(own.source.values, own.changes), recipe, device), *beside]
     for finding in found:
         told(str(finding.severity), str(finding))
     if options.as_of is not None:

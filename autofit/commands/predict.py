@@ -51,6 +51,7 @@ LENGTHS, ADVICE = "simulating steps by length", "looking for changes"
 
 
 def check(options: argparse.Namespace) -> int:
+    _look_at_card(options)
     look_early(options, device="sim:")
     begin_server()
     from autofit import api
@@ -155,6 +156,7 @@ def estimate(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--plot must name a picture that ends in {', '.join(_PICTURES)}; got {quoted(str(options.plot))}"
         )
+    _look_at_card(options)
     look_early(options, device="sim:")
     begin_server()
     from autofit import api
@@ -256,14 +258,18 @@ def search(options: argparse.Namespace) -> int:
 
 def _device(options: argparse.Namespace, *, is_cluster: bool) -> str:
     """Where probes will run. Raises ConfigError for a card or a target that cannot be."""
+    if is_cluster:
+        return "cuda"
+    return _look_at_card(options, "sim" if options.recipe is None and options.device == "auto" else options.device)
+
+
+def _look_at_card(options: argparse.Namespace, asked: str = "sim") -> str:
+    """The device that the options choose. Raises ConfigError for a card or a target that cannot be."""
     from autofit.api.arguments import size
     from autofit.hardware.hardware import choose_device_and_target
     from autofit.recipe.launching import launch_options
 
     gpu, _ = launch_options(gpu=options.gpu, **launch_arguments(options))
-    if is_cluster:
-        return "cuda"
-    asked = "sim" if options.recipe is None and options.device == "auto" else options.device
     return choose_device_and_target(asked, gpu, size("target-vram", options.target_vram))[0]
 
 

@@ -23,7 +23,8 @@ from autofit.commands.common import (
 from autofit.errors import ConfigError
 from autofit.recipe.pipeline import read_pipeline, record_path
 from autofit.recipe.secrets import without_secrets
-from autofit.tuning.storage import check_there, database_of
+from autofit.tuning.glance import check_names
+from autofit.tuning.storage import database_of
 from autofit.watching.thresholds import read_guards
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _live(watch: "Watch") -> None:
 def report(options: argparse.Namespace) -> int:
     if options.trial is not None and options.verl_log is None:
         raise ConfigError("--trial goes with --verl-log: give the log of the run too, or omit --trial")
-    check_there(database_of(options.dir.absolute()))  # before imports that take a second
+    check_names(database_of(options.dir.absolute()), options.study, options.trial)  # before imports of seconds
     from autofit import api
 
     if options.verl_log is not None:
@@ -193,7 +194,7 @@ NOT_NEUTRAL = 1  # what was to be proven is not so
 
 
 def verify(options: argparse.Namespace) -> int:
-    check_there(database_of(options.dir.absolute()))  # before imports that take a second
+    check_names(database_of(options.dir.absolute()), options.study, options.trial)  # before imports of seconds
     from autofit import api
 
     found = api.verify(options.trial, study=options.study, folder=options.dir, on_event=lambda event: say(str(event)))
@@ -202,7 +203,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    check_there(database_of(options.dir.absolute()))  # before imports that take a second
+    check_names(database_of(options.dir.absolute()), options.study, options.trial)  # before imports of seconds
     from autofit.api.verl import export_to_verl
 
     found = export_to_verl(options.trial, study=options.study, folder=options.dir)
@@ -213,7 +214,7 @@ def export(options: argparse.Namespace) -> int:
 def promote(options: argparse.Namespace) -> int:
     where = executor_option(options)
     read_guards(options.guards)
-    check_there(database_of(options.dir.absolute()))  # all this before imports that take a second
+    check_names(database_of(options.dir.absolute()), options.study, options.trial)  # all this before imports of seconds
     from autofit import api
 
     terminate_like_interrupt()
@@ -221,7 +222,7 @@ def promote(options: argparse.Namespace) -> int:
         options.trial, study=options.study, folder=options.dir, out=options.out, device=options.device,
         launch=not options.write_only, restart=options.restart, guards=options.guards, allow=options.allow,
         executor=where, on_step=lambda step: say(step_line(step)),
-        on_event=lambda event: say(str(event)),
+        on_event=lambda event: None if event.verdict else say(str(event)),
     )  # fmt: skip
     if found.status == "interrupted":
         return INTERRUPTED

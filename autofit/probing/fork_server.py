@@ -42,7 +42,7 @@ from autofit.probing import kept_place, kept_server
 from autofit.probing.supervise import ProcessEnding, RanksEnded, die_with_parent, keep_ranks, trial_env
 
 _COLD = "cold"  # argument of a server that imports nothing
-_LOG = "fork_server.log"
+LOG = "fork_server.log"
 _MOVES_WITHIN_S = 1.0
 _INSIDE = "AUTOFIT_INSIDE"  # in the environment of a process that imports the recipe's own code
 _IMPORTS_CODE = ("autofit.probing.inspection", "autofit.probing.worker", "autofit.forecast.worker")
@@ -63,7 +63,7 @@ class ForkServer:
     """
 
     def __init__(self, folder: Path, *, own: Scratch | None = None) -> None:
-        self.log_path = self.log_at_last = folder / _LOG
+        self.log_path = self.log_at_last = folder / LOG
         self._own = own  # deleted with the server
         self._process: subprocess.Popen[bytes] | None = None
         self._home: Scratch | None = None
@@ -166,7 +166,7 @@ def server_for(folder: Path) -> ForkServer:
         return ForkServer(folder)
     folder.mkdir(parents=True, exist_ok=True)
     server = _begun.pop()
-    server.log_at_last = folder / _LOG
+    server.log_at_last = folder / LOG
     return server
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from autofit.cluster.executor import LOCAL, Executor
-from autofit.errors import ConfigError, EnvironmentFault, nearest, option, quoted
+from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import private_folder, write_json
 from autofit.frontends.writing import OwnFile
 from autofit.hardware.hardware import Device, slot_names
@@ -48,7 +48,8 @@ from autofit.recipe.launching import RolloutServer
 from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.traits import describe_changes
-from autofit.tuning.frontier import BEST, LEANEST, Rule, Trial, leanest, winner
+from autofit.tuning.frontier import BEST, Rule, Trial, leanest, winner
+from autofit.tuning.glance import NAMES, no_trial
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_note
 from autofit.tuning.storage import check_is_of, database_of, keep_storage
@@ -95,7 +96,6 @@ def _said(record: StudyRecord, key: str) -> str:
     return quoted(record.values[name], 40) if name in record.values else "not given"
 
 
-NAMES = (BEST, LEANEST)
 _YEAR_S = 365 * 24 * 3600.0
 
 
@@ -249,10 +249,7 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
         return found
     numbers = [str(t.number) for t in trials]
     if asked not in numbers:
-        raise ConfigError(
-            f"{option('trial')} must be {', '.join(f'`{name}`' for name in NAMES)} or the number of a trial of this "
-            f"study (0 to {len(trials) - 1}); got {asked!r}{nearest(asked, list(NAMES))}{_of_point(asked)}"
-        )
+        raise no_trial(asked, len(trials))
     chosen = trials[numbers.index(asked)]
     if fitting and not chosen.fits:
         state = (
@@ -266,14 +263,6 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
             f"only a trial that fits can be promoted, but trial {chosen.number} {state}; choose another trial"
         )
     return chosen
-
-
-def _of_point(asked: str) -> str:
-    """What to do with the name of a point that is known by prediction only; "" for another name."""
-    is_point = asked.startswith("p") and asked[1:].isdecimal()
-    if not is_point:
-        return ""
-    return "; `autofit promote` probes a point of the front that no probe has reached; it has a number from then on"
 
 
 def launch(

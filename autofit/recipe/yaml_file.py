@@ -100,12 +100,25 @@ def of_notebook(text: str) -> str:
     return f"# {text}" if text.startswith("%%") else text
 
 
+# What PyYAML was reading: it notices an error of these lines later than where it is, and of a bracket perhaps.
+_WHERE_BEGUN = {
+    "while scanning a simple key": "a line without the ':' of key: value",
+    "while scanning a quoted scalar": "a quotation mark without its end",
+}
+_BRACKETS = {"while parsing a flow sequence": "[", "while parsing a flow mapping": "{"}
+
+
 def _one_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    context, begun = getattr(error, "context", None) or "", getattr(error, "context_mark", None)
+    bracket = _BRACKETS.get(context, "")
+    within = f", within the {bracket} of line {begun.line + 1}" if bracket and begun is not None else ""
+    if context in _WHERE_BEGUN and begun is not None:
+        problem, mark = _WHERE_BEGUN[context], begun
     if "'\\t'" in problem:
         problem = "a tab, where YAML takes spaces only"
-    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark else problem
+    return f"{problem} (line {mark.line + 1}, column {mark.column + 1}){within}" if mark else problem
 
 
 # -- what a plain value is --------------------------------------------------------------------------------------------

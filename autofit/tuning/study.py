@@ -15,11 +15,12 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.errors import AutofitError, ConfigError, EnvironmentFault, nearest, one_line, option
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line, option
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Foreseen, Trial
+from autofit.tuning.glance import no_study
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
 from autofit.tuning.storage import CALLS, Database, cause_of, check_is_of, check_there, database_of, keep_storage
@@ -206,17 +207,16 @@ def own_studies(folder: Path) -> list[optuna.Study]:
 def load_study(folder: Path, name: str | None) -> optuna.Study:
     """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none, or not of autofit."""
     storage = open_storage(folder)
-    names, home = study_names(storage), database_of(folder).home
+    names, database = study_names(storage), database_of(folder)
     if not names:
-        raise ConfigError(f"there are no studies in {home}; run `autofit search` first")
+        raise ConfigError(f"there are no studies in {database.home}; run `autofit search` first")
     if name is not None and name not in names:
-        known = ", ".join(names)
-        raise ConfigError(f"there is no study {name!r} in {home}{nearest(name, names)}; there are: {known}")
+        raise no_study(name, names, database)
     study = optuna.load_study(study_name=name or names[-1], storage=storage)
     if not is_own(study):  # the last used one is another program's only where all are
         raise ConfigError(
-            f"the study {study.study_name!r} in {home} was not made by autofit; run `autofit search` first, or point "
-            f"{option('dir')} at its folder"
+            f"the study {study.study_name!r} in {database.home} was not made by autofit; run `autofit search` first, "
+            f"or point {option('dir')} at its folder"
         )
     return study
 
