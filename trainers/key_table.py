@@ -77,7 +77,7 @@ def _of_others(key: str) -> str:
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
 TABLES = Path(__file__).parent / "key_tables.json"
 _NAMED = 4  # unknown keys that one error names
-_LISTED = 8  # choices, at most, where one of them is near to what was given
+_LISTED = 15  # choices, at most, where one of them is near to what was given
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 _AT_LEAST_ONE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length",
