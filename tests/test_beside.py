@@ -168,8 +168,10 @@ def test_the_smallest_card_with_room_is_named_only_after_it_was_simulated() -> N
     assert asked == [f"sim:{card.name}"]
     assert gpu_spec(card.name).capacity_bytes < 26 * GB
     assert card.options == f"--gpu {card.name}"
-    assert replace(card, launch=Launch(ranks=7, server_ranks=1)).options == f"--gpu 8x{card.name}"
-    assert replace(card, launch=Launch(ranks=16, machines=4)).options == f"--gpu 4x4x{card.name}"
+    for launch, count in ((Launch(ranks=7, server_ranks=1), "8x"), (Launch(ranks=16, machines=4), "4x4x")):
+        several = other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 20 * GB), launch)
+        assert several is not None
+        assert several.options == f"--gpu {count}{card.name}"
     assert other_card(base, 84 * GB, lambda device, capacity: on(device, capacity, 60 * GB), Launch()) is None
     full = on("sim:a100-80gb", gpu_spec("a100-80gb").capacity_bytes, 70 * GB)
     capacity = gpu_spec("a100-80gb").capacity_bytes  # an H100 has 0.03 GB less, and is no smaller card

@@ -826,15 +826,23 @@ EXPLAINED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
-def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
+@contextmanager
+def on_a_phone() -> Iterator["Page"]:
+    """The page in a real browser, as narrow as a phone."""
     from playwright.sync_api import sync_playwright
 
     with served() as (server, _), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=_FLAGS)
         page = browser.new_page(viewport={"width": 390, "height": 844})
         page.goto(f"http://127.0.0.1:{server.server_port}/")
+        yield page
+        browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
+def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
+    with on_a_phone() as page:
 
         def shown(line: Mapping[str, object]) -> str:
             page.evaluate("(line) => hear(line)", line)
@@ -866,18 +874,14 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
             values = parse_yaml(page.evaluate("(method) => recipe('a', method)", method))
             trainer = cast(Any, load(method.partition("-")[0]))
             trainer.parse(values, overrides={"use_cpu": True})
-        browser.close()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/usr/bin/chromium").exists(), reason="needs Debian's chromium")
 def test_what_is_applied_together_is_undone_together_since_one_alone_would_change_the_batch() -> None:
-    from playwright.sync_api import expect, sync_playwright
+    from playwright.sync_api import expect
 
-    with served() as (server, _), sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=_FLAGS)
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.goto(f"http://127.0.0.1:{server.server_port}/")
+    with on_a_phone() as page:
         recipe, undo = page.get_by_label("Recipe (YAML) or command"), page.get_by_role("button", name="Undo")
         recipe.fill("trl sft --model_name_or_path a")
         for change in ({"micro": 4, "accumulation": 2}, {"env": {"A": "1"}}, {"env": {"B": "2"}}):
@@ -899,7 +903,6 @@ def test_what_is_applied_together_is_undone_together_since_one_alone_would_chang
         expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
         recipe.fill("trl sft --model_name_or_path b")
         assert page.evaluate("merged()") == {}
-        browser.close()
 
 
 def take(page: "Page", name: str) -> None:

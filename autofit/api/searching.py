@@ -196,7 +196,7 @@ def report(
 
 @contextlib.contextmanager
 def _kept_if_used(folder: Path) -> Iterator[None]:
-    """Context that makes `folder`: one that was not there is deleted where a wrong recipe leaves no more than a log."""
+    """Context in which `folder` may be made; if so, it is deleted where a wrong recipe leaves no more than a log."""
     was_there = folder.exists()
     try:
         yield

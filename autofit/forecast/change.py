@@ -156,18 +156,10 @@ class OtherCard:
     device_used_bytes: int
     shown_bytes: int  # to judge it by: `margin.shown_bytes`
     step_s: float | None
-    launch: Launch
-
-    @property
-    def options(self) -> str:
-        """The option that asks for as many of these cards as the recipe trains on."""
-        machines, cards = self.launch.machines, self.launch.cards
-        count = f"{machines}x{cards // machines}x" if machines > 1 else f"{cards}x" if cards > 1 else ""
-        return f"--gpu {count}{self.name}"
+    options: str  # of the command line, for as many of these cards as the recipe trains on
 
     def to_json(self) -> dict[str, object]:
-        told = {name: value for name, value in asdict(self).items() if name != "launch"}
-        return {**told, "options": self.options}
+        return asdict(self)
 
 
 def other_card(
@@ -185,8 +177,16 @@ def other_card(
         return None
     return OtherCard(
         name=spec.name, capacity_bytes=spec.capacity_bytes, device_used_bytes=found.device_used_bytes or 0,
-        shown_bytes=shown_bytes(found, spec.capacity_bytes)[0], step_s=found.median_step_s, launch=launch,
+        shown_bytes=shown_bytes(found, spec.capacity_bytes)[0], step_s=found.median_step_s,
+        options=f"--gpu {_count(launch)}{spec.name}",
     )  # fmt: skip
+
+
+def _count(launch: Launch) -> str:
+    """What stands before the name of one card: `8x`, `4x8x` on machines of 8; "" for one."""
+    if launch.machines > 1:
+        return f"{launch.machines}x{launch.cards // launch.machines}x"
+    return f"{launch.cards}x" if launch.cards > 1 else ""
 
 
 def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
