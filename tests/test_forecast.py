@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,11 +15,12 @@ from transformers import Qwen3Config
 
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.specs import gpu_spec
+from autofit.files import write_json
 from autofit.forecast import worker
 from autofit.forecast.composed import Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.predictions import without
+from autofit.forecast.predictions import Structure, without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
@@ -26,6 +28,7 @@ from autofit.space.space import Knob, Space
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONTEXT_BYTES = gpu_spec("l4").context_bytes
 ENGINE, IDLE, BROKEN, WATCH = "use_vllm", "use_cache", "torch_compile", "torch_empty_cache_steps"
+OWN: Structure = (("optim", "adamw_torch"),)
 SWITCHES = {  # of knobs that are off in the recipe: factors of (weights, activations, update, decode), bytes, seconds
     "gradient_checkpointing": (1.0, 0.11, 1.3, 1.0, 0.0, 0.0),
     "dtype": (2.0, 1.9, 2.8, 1.6, 0.0, 0.0),
@@ -158,6 +161,28 @@ def test_a_setting_that_cannot_be_traced_leaves_only_its_own_candidates_unknown(
     left = without(space, forecast.crashed).allowed()
     assert set(left) == {c for c, fails in zip(forecast.found.candidates, broken, strict=True) if not fails}
     assert forecast.of(space, space.baseline, completion_tokens=512) is not None
+
+
+def test_a_structure_that_is_not_begun_in_time_is_told_and_a_kept_model_needs_none(tmp_path: Path) -> None:
+    request = {"keys": BatchKeys().to_json(), "values": {}, "device": "sim:l4"}
+    worst_case = tmp_path / "worst_case.json"
+    worst_case.write_text("{}")
+
+    class Traces:
+        def call(self, message: Mapping[str, object]) -> None:
+            write_json(Path(str(message["argument"])).with_name("model.json"), {"refused": "too deep"})
+
+    def made(until: float) -> Made:
+        workshop = Workshop(
+            worst_case=worst_case, server=cast(Any, Traces()), scratch=tmp_path / "scratch", kept=tmp_path / "kept",
+            until=until,
+        )  # fmt: skip
+        return workshop.make({OWN: request}, {})[0][OWN]
+
+    now = time.monotonic()
+    assert made(now - 1).reason == "the time for predictions was over"
+    assert made(now + 60).reason == "too deep"
+    assert made(now - 1).reason == "too deep"
 
 
 class Here:

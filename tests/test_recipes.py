@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import tiny
+from transformers import AutoConfig
 
 from autofit.api.estimating import estimate
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.trainers.images import vision_of
 from autofit.trainers.trl_config import parse
 
 VERL = {
@@ -159,6 +161,12 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
     assert found.fits
     assert f"{tokens:,} tokens" in " ".join(found.recipe.notes)
     assert found.step_s is not None
+    assert not found.recipe.forecasts
+
+
+@pytest.mark.parametrize(("kind", "has"), [("gemma3", False), ("llava", True)])
+def test_made_up_prompts_of_a_chat_model_that_also_takes_images_are_of_text(kind: str, has: bool) -> None:
+    assert vision_of(AutoConfig.for_model(kind), "a model").made_up_images is has
 
 
 @pytest.mark.slow
@@ -171,6 +179,7 @@ def test_an_image_text_model_that_packs_trains_on_text(tmp_path: Path) -> None:
     assert found.fits
     assert found.recipe.longest_sample_tokens == 64
     assert not any("image" in note for note in found.recipe.notes)
+    assert found.recipe.forecasts
 
 
 @pytest.mark.slow

@@ -309,7 +309,7 @@ class RolloutTrainer(TrlTrainer):
         keep(Dataset.from_list([row]), facts, inspection.worst_case)
         return {
             "longest_prompt_tokens": tokens, "num_prompts": None if made_up else len(rows), "content_hash": content,
-            "notes": (note_of(processor, row, made_up=made_up),),
+            "notes": (note_of(processor, row, made_up=made_up),), "images": len(row["images"]),
         }  # fmt: skip
 
     def tokens_per_step(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> int:

@@ -23,6 +23,7 @@ _MARK = "<image>"
 _GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _TILES = ("idefics3", "smolvlm")
 _SQUARES = {"llava": None, "gemma3": "token_type_ids", "paligemma": "token_type_ids"}
+_MOSTLY_TEXT = ("gemma3",)  # chat models that also take images
 # Limits of Qwen2VLImageProcessor where the model's own files do not say (transformers 5.23).
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 _MOST_TILES_A_SIDE = 4  # of Idefics3ImageProcessor: size["longest_edge"] = 4 * max_image_size
@@ -39,6 +40,11 @@ class Vision(Protocol):
     @property
     def token_types(self) -> str | None:
         """The model's input that marks the tokens of images, if it has one."""
+        ...
+
+    @property
+    def made_up_images(self) -> bool:
+        """Whether made-up prompts have an image each: where it is known what the model makes of one, and its use."""
         ...
 
     def tokens(self, size: Size) -> int: ...
@@ -58,6 +64,7 @@ class Grid:
     least_pixels: int
     most_pixels: int
     token_types: str | None = "mm_token_type_ids"  # noqa: S105  (a name)
+    made_up_images: bool = True
 
     @property
     def largest(self) -> Size:
@@ -96,6 +103,7 @@ class Squares:
     each: int  # tokens of a square
     splits: bool = False
     token_types: str | None = None
+    made_up_images: bool = True
 
     @property
     def largest(self) -> Size:
@@ -126,6 +134,7 @@ class Unknown:
 
     kind: str
     token_types: str | None = None
+    made_up_images: bool = False
 
     @property
     def largest(self) -> Size:
@@ -170,7 +179,9 @@ def vision_of(config: Any, model: str) -> Vision:
         return Squares(side=vision.image_size, each=patches // config.scale_factor**2, splits=True)
     if kind in _SQUARES:
         each = getattr(config, "mm_tokens_per_image", None) or patches
-        return Squares(side=vision.image_size, each=each, token_types=_SQUARES[kind])
+        return Squares(
+            side=vision.image_size, each=each, token_types=_SQUARES[kind], made_up_images=kind not in _MOSTLY_TEXT
+        )
     return Unknown(kind=kind)
 
 

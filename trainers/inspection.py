@@ -39,7 +39,6 @@ class ModelFacts:
     embedding_parameters: int | None
     balances_experts: bool  # True: the loss has a term over each micro-batch's expert routing
     counts_padding: bool  # True: positions are learned and include the padding of a rollout to its longest prompt
-    sees: bool  # True: the model takes images
     notes: tuple[str, ...] = ()  # a sentence each, for the recipe's user
 
 
@@ -149,7 +148,7 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
     return ModelFacts(
         vocab_size=vocabulary, embedding_parameters=heads,
         parameters=parameters, weights_bytes=weights_bytes, counts_padding=_counts_padding(model),
-        balances_experts=_balances_experts(found.get_text_config(), config), sees=sees(found),
+        balances_experts=_balances_experts(found.get_text_config(), config),
         notes=note_of_experts(model, key, dtype.itemsize) if key else (),
     )  # fmt: skip
 

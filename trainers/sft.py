@@ -129,7 +129,10 @@ class SftTrainer(SamplesTrainer):
         }  # fmt: skip
         keep(Dataset.from_list([row]), facts, inspection.worst_case)
         note = note_of(processor, row, made_up=made_up)
-        return {"longest_sample_tokens": longest, "content_hash": hashed(repr((facts, row))), "notes": (note,)}
+        return {
+            "longest_sample_tokens": longest, "content_hash": hashed(repr((facts, row))), "notes": (note,),
+            "images": facts["images"],
+        }  # fmt: skip
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> SFTTrainer:
         if "images" in worst_case:

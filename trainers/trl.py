@@ -141,6 +141,7 @@ class TrlTrainer:
             longest["notes"] = (offline.cut_samples(tokens), *cast("tuple[str, ...]", longest.get("notes", ())))
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         notes = cast("tuple[str, ...]", longest.pop("notes", ()))
+        images = longest.pop("images", 0)
         tiers = dict(self.tiers(
             resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
         ))  # fmt: skip
@@ -152,7 +153,7 @@ class TrlTrainer:
             trains_on_data=bool(given.get("dataset_name") or given.get("datasets")),
             tiers=tiers,
             compared=tuple(dict.fromkeys(named.other_names.get(key, key) for key in self.compared)),
-            tile_tokens=self.tile_tokens, forecasts=not model.sees,
+            tile_tokens=self.tile_tokens, forecasts=not images,
             other_names=named.other_names,
             notes=(*read.notes, *moved, *named.notes, *of_weights, *model.notes, *notes, *note_of_ranks(tiers)),
             version=installed(), spelling=read.spelling,

@@ -9,6 +9,8 @@ of sketches that differ in it alone.
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,13 +71,17 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workshop:
-    """Makes the mass models that are requested, `workers` at once, or reads them from the folder `kept`."""
+    """Makes the mass models that are requested, `workers` at once, or reads them from the folder `kept`.
+
+    None is begun after the moment `until` (time.monotonic), if that is given.
+    """
 
     worst_case: Path
     server: ForkServer
     scratch: Path
     kept: Path
     workers: int = 2
+    until: float = math.inf
 
     def make(
         self, whole: Mapping[Structure, Request], sketches: Mapping[Structure, Request]
@@ -106,6 +112,8 @@ class Workshop:
         kept = self.kept / name
         found = _read(kept)
         if found is None:
+            if time.monotonic() > self.until:
+                return Made(reason="the time for predictions was over")
             folder = self.scratch / name
             folder.mkdir(parents=True, exist_ok=True)
             told = {"answer": str(folder / "model.json"), "processes": processes}

@@ -7,6 +7,7 @@ the structures of the best candidates by this are sketched until the best ones h
 """
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from autofit.space.space import Candidate, Space
 LONGER = 4  # models are valid for completions up to this multiple of the space's longest
 _FEW = 2  # structures that are all traced in full: composing them would take as long
 _MOST_SKETCHED = 12  # further structures that are sketched because one of their candidates may be the best
+_BEGINS_WITHIN_S = 120.0  # a structure that is not being traced by then has no prediction: its candidates are probed
 _RESERVED = 1.06  # reserved bytes over live bytes, at most as a rule: a candidate with less room may not fit after all
 
 
@@ -67,8 +69,9 @@ class Forecaster:
         if not space.recipe.forecasts:
             return _unknown(found)
         workshop = Workshop(
-            worst_case=self.worst_case, server=self.server, scratch=self.scratch, kept=self.kept, workers=self.workers
-        )
+            worst_case=self.worst_case, server=self.server, scratch=self.scratch, kept=self.kept, workers=self.workers,
+            until=time.monotonic() + _BEGINS_WITHIN_S,
+        )  # fmt: skip
         shape = shape_of(space, space.baseline)
         requests = _Requests(found, device=self.device, worst_case=self.worst_case)
         own = found.own
