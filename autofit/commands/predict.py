@@ -36,6 +36,7 @@ from autofit.commands.studies import show_result
 from autofit.errors import ConfigError, quoted
 from autofit.files import cache_folder
 from autofit.lines import on_terminal
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -51,12 +52,26 @@ LENGTHS, ADVICE = "simulating steps by length", "looking for changes"
 
 
 def check(options: argparse.Namespace) -> int:
-    _look_at_card(options)
-    look_early(options, device="sim:")
-    begin_server()
+    _look_at(options)
     from autofit import api
 
     return _answered(options, api.check)
+
+
+def _look_at(options: argparse.Namespace) -> None:
+    """Look at the card and the recipe before any heavy import, and say what is certain already."""
+    _, limit_bytes = _look_at_card(options)
+    held = look_early(options, device="sim:")
+    begin_server()
+    if sum(held.values()) <= limit_bytes or options.json:
+        return
+    parts = " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items())
+    whole = "" if len(held) == 1 else f" = {format_bytes(sum(held.values()))}"
+    text = f"does not fit: {parts}{whole} alone, of {format_bytes(limit_bytes)}; the whole is simulated now"
+    if options.stream:
+        stream("certain", {"held_bytes": held, "capacity_bytes": limit_bytes, "text": text})
+    else:
+        say(text)
 
 
 def advise(options: argparse.Namespace) -> int:
@@ -156,9 +171,7 @@ def estimate(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--plot must name a picture that ends in {', '.join(_PICTURES)}; got {quoted(str(options.plot))}"
         )
-    _look_at_card(options)
-    look_early(options, device="sim:")
-    begin_server()
+    _look_at(options)
     from autofit import api
 
     def drawn(found: "Estimate") -> None:
@@ -260,17 +273,17 @@ def _device(options: argparse.Namespace, *, is_cluster: bool) -> str:
     """Where probes will run. Raises ConfigError for a card or a target that cannot be."""
     if is_cluster:
         return "cuda"
-    return _look_at_card(options, "sim" if options.recipe is None and options.device == "auto" else options.device)
+    return _look_at_card(options, "sim" if options.recipe is None and options.device == "auto" else options.device)[0]
 
 
-def _look_at_card(options: argparse.Namespace, asked: str = "sim") -> str:
-    """The device that the options choose. Raises ConfigError for a card or a target that cannot be."""
+def _look_at_card(options: argparse.Namespace, asked: str = "sim") -> tuple[str, int]:
+    """The device that the options choose, and the target in bytes. Raises ConfigError for any that cannot be."""
     from autofit.api.arguments import size
     from autofit.hardware.hardware import choose_device_and_target
     from autofit.recipe.launching import launch_options
 
     gpu, _ = launch_options(gpu=options.gpu, **launch_arguments(options))
-    return choose_device_and_target(asked, gpu, size("target-vram", options.target_vram))[0]
+    return choose_device_and_target(asked, gpu, size("target-vram", options.target_vram))
 
 
 def _demo_recipe() -> Path:

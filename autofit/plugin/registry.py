@@ -2,7 +2,8 @@
 
 An installed trainer may have an early check: an entry point of the group `autofit.early_checks` with its name. It is a
 function of (name, values, Inspection) that imports nothing heavy and raises ConfigError, in the same words, for what
-`inspect` would refuse. A trainer without one is inspected at once.
+`inspect` would refuse. A trainer without one is inspected at once. A function of the group `autofit.early_bytes` with
+the same arguments tells {what: bytes} that a training of one process surely holds on its card, as far as that is known.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from typing import cast
 from autofit.errors import ConfigError, nearest, option
 from autofit.frontends.reading import refusal
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
-from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched
+from autofit.recipe.launching import NO_OPTIONS, Launched, LaunchOptions, launched
 from autofit.recipe.profile import profile, trainer_of
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
@@ -113,18 +114,28 @@ def load(name: str) -> Trainer:
 
 
 EARLY_GROUP = "autofit.early_checks"
+BYTES_GROUP = "autofit.early_bytes"
 
 
 def check_source_early(
     source: Source, *, trainer: str | None, device: str, changes: Mapping[str, object],
     prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
-) -> None:  # fmt: skip
-    """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once."""
+) -> Mapping[str, int]:  # fmt: skip
+    """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once.
+
+    Returns {what: bytes} that the training surely holds on its card; {} where nothing is certain.
+    """
     values = merge(source.values, changes)
     named = trainer_for({**source.values, **changes}, trainer or source.trainer)
     read = launched(values, launch, of=profile(named), own=source.launch)
     changed = [key.partition(".")[0] for key in changes]
     check_early(source, read.values, trainer=named, device=device, changed=changed, prompt_tokens=prompt_tokens)
+    return _held(read, trainer=named, inspection=_inspection(read.values, device, changed, prompt_tokens))
+
+
+def _held(read: Launched, *, trainer: str, inspection: Inspection) -> Mapping[str, int]:
+    points = entry_points(group=BYTES_GROUP, name=trainer) if read.launch.is_plain else ()
+    return next((point.load()(trainer, opened(read.values), inspection) for point in points), {})
 
 
 def check_early(
@@ -132,12 +143,18 @@ def check_early(
     prompt_tokens: int | None,
 ) -> None:  # fmt: skip
     """Raise ConfigError where the early check of `trainer` refuses `values`: the recipe without its launch."""
-    inspection = Inspection(
-        device=device, worst_case=WorstCase(path=Path(os.devnull)), prompt_tokens=prompt_tokens,
-        changed=tuple(key for key in changed if key in values),
-    )  # fmt: skip
+    inspection = _inspection(values, device, changed, prompt_tokens)
     for point in entry_points(group=EARLY_GROUP, name=trainer):
         try:
             point.load()(trainer, opened(values), inspection)
         except ConfigError as error:
             raise error.within(source.what) from error
+
+
+def _inspection(
+    values: Mapping[str, object], device: str, changed: Sequence[str], prompt_tokens: int | None
+) -> Inspection:
+    return Inspection(
+        device=device, worst_case=WorstCase(path=Path(os.devnull)), prompt_tokens=prompt_tokens,
+        changed=tuple(key for key in changed if key in values),
+    )  # fmt: skip
