@@ -21,7 +21,7 @@ HALF = "Qwen/Qwen2.5-0.5B"
 
 
 def of(trainer: str, values: Mapping[str, object]) -> dict[str, int]:
-    return held(trainer, values, Inspection(device="sim:t4", worst_case=WorstCase(path=Path("none"))))
+    return dict(held(trainer, values, Inspection(device="sim:t4", worst_case=WorstCase(path=Path("none")))))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,9 @@ def of(trainer: str, values: Mapping[str, object]) -> dict[str, int]:
         ("rloo", {"optim": "adafactor"}, [WEIGHTS, WEIGHTS]),
         ("sft", {"optim": "galore_adamw_layerwise"}, [WEIGHTS]),  # gives each gradient back within the backward
         ("sft", {"use_peft": True}, [WEIGHTS]),
+        ("hf", {"objective": "sft", "packing": True}, [WEIGHTS, WEIGHTS, 2 * WEIGHTS]),
+        ("hf", {"objective": "sft", "trainable_layers": 2}, []),
+        ("hf", {"objective": "rerank"}, []),
         ("sft", {"load_in_4bit": True}, []),
         ("sft", {"model_init_kwargs": {"dtype": "float16"}}, []),
         ("sft", {"deepspeed": "ds.json"}, []),
@@ -76,7 +79,12 @@ def test_a_recipe_that_cannot_fit_is_told_before_it_is_simulated(
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("trainer", "changes"),
-    [("sft", {}), ("sft", {"use_peft": True, "dtype": "float32"}), ("reward", {"dtype": "bfloat16"})],
+    [
+        ("sft", {}),
+        ("sft", {"use_peft": True, "dtype": "float32"}),
+        ("reward", {"dtype": "bfloat16"}),
+        ("hf", {"objective": "sft", "bf16": True, "dtype": "float32"}),
+    ],
 )
 def test_a_simulation_holds_no_less(trainer: str, changes: dict[str, object], tmp_path: Path) -> None:
     values = {"model_name_or_path": HALF, "dtype": "bfloat16", "per_device_train_batch_size": 1, **changes}
