@@ -21,11 +21,12 @@ def shapes() -> list[catalogue.Architecture]:
 @pytest.mark.parametrize("entry", shapes(), ids=lambda entry: entry.name)
 def test_the_model_built_from_an_entry_has_the_published_count(entry: catalogue.Architecture) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     keys = dict(entry.config)
+    auto = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(keys.pop("model_type")), **keys))
+        model = auto.from_config(AutoConfig.for_model(str(keys.pop("model_type")), **keys))
     assert sum(p.numel() for p in model.parameters()) == entry.parameters
     assert [type(model).__name__] == entry.config["architectures"]
 
@@ -72,7 +73,9 @@ def test_a_copy_in_4_bits_has_the_models_shape_and_says_its_quantisation(end: st
     "name",
     ["01-ai/Yi-1.5-9B-Chat", "deepseek-ai/deepseek-coder-6.7b-instruct", "zai-org/glm-4-9b-chat-hf",
      "facebook/opt-1.3b", "google/gemma-3-4b-it", "Qwen/Qwen1.5-7B-Chat", "Qwen/Qwen2-7B-Instruct",
-     "codellama/CodeLlama-7b-hf", "gpt2"],
+     "codellama/CodeLlama-7b-hf", "gpt2", "Qwen/Qwen3.5-4B", "unsloth/Qwen3.5-9B-bnb-4bit", "google/gemma-4-E4B-it",
+     "unsloth/gemma-4-26B-A4B-it", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct",
+     "mistralai/Mistral-Small-3.2-24B-Instruct-2506"],
 )  # fmt: skip
 def test_the_families_that_people_name_are_known(name: str) -> None:
     assert catalogue.architecture(name) is not None
