@@ -161,6 +161,19 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
     assert found.step_s is not None
 
 
+def test_an_image_of_qwen3_5_is_a_token_for_1024_pixels_and_a_sample_that_is_made_up_has_none() -> None:
+    from datasets import Dataset
+    from transformers import Qwen3_5Config
+
+    from autofit.trainers.image_prompts import with_an_image
+    from autofit.trainers.images import StandInProcessor, vision_of
+
+    vision = vision_of(Qwen3_5Config(vision_config={}), "a/b")
+    assert vision.tokens((640, 480)) == 300
+    rows = Dataset.from_list([{"prompt": "one"}])
+    assert with_an_image(rows, StandInProcessor(None, vision, 1)).column_names == ["prompt"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_an_image_text_model_that_packs_trains_on_text(tmp_path: Path) -> None:

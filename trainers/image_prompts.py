@@ -10,7 +10,7 @@ from autofit.errors import ConfigError, option
 from autofit.plugin.protocol import Inspection
 
 from .common import short
-from .images import Size, StandInProcessor, Unknown, sees, vision_of
+from .images import Size, StandInProcessor, sees, vision_of
 from .trl_config import TrlConfig
 
 COLUMNS = ("image", "images")
@@ -47,10 +47,9 @@ def has_images(rows: Dataset) -> bool:
 
 
 def with_an_image(rows: Dataset, processor: StandInProcessor) -> Dataset:
-    """Synthetic rows, each with one image of the size that makes the most tokens, where that is known."""
-    if isinstance(processor.vision, Unknown):
-        return rows
-    return rows.add_column("images", [[list(processor.vision.largest)]] * len(rows))
+    """Synthetic rows, each with one image of the size that makes the most tokens, if the model's have one."""
+    vision = processor.vision
+    return rows.add_column("images", [[list(vision.largest)]] * len(rows)) if vision.in_made_up else rows
 
 
 def longest_row(rows: Dataset, processor: StandInProcessor, column: str) -> tuple[dict[str, Any], int, int]:

@@ -20,7 +20,8 @@ from autofit.errors import ConfigError
 
 Size = Sequence[int]  # width and height in pixels
 _MARK = "<image>"
-_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_TEXT_FIRST = ("qwen3_5", "qwen3_5_moe")  # tuned on text mostly: a sample that is made up has no image
 _TILES = ("idefics3", "smolvlm")
 _SQUARES = {"llava": None, "gemma3": "token_type_ids", "paligemma": "token_type_ids"}
 # Limits of Qwen2VLImageProcessor where the model's own files do not say (transformers 5.23).
@@ -41,6 +42,11 @@ class Vision(Protocol):
         """The model's input that marks the tokens of images, if it has one."""
         ...
 
+    @property
+    def in_made_up(self) -> bool:
+        """Whether a sample that is made up has an image."""
+        ...
+
     def tokens(self, size: Size) -> int: ...
 
     def features(self, samples: Sequence[Sequence[Size]]) -> dict[str, torch.Tensor]:
@@ -58,6 +64,7 @@ class Grid:
     least_pixels: int
     most_pixels: int
     token_types: str | None = "mm_token_type_ids"  # noqa: S105  (a name)
+    in_made_up: bool = True
 
     @property
     def largest(self) -> Size:
@@ -96,6 +103,7 @@ class Squares:
     each: int  # tokens of a square
     splits: bool = False
     token_types: str | None = None
+    in_made_up: bool = True
 
     @property
     def largest(self) -> Size:
@@ -126,6 +134,7 @@ class Unknown:
 
     kind: str
     token_types: str | None = None
+    in_made_up: bool = False
 
     @property
     def largest(self) -> Size:
@@ -163,7 +172,7 @@ def vision_of(config: Any, model: str) -> Vision:
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         return Grid(
             patch=patch, merge=vision.spatial_merge_size, values=channels * vision.temporal_patch_size * patch**2,
-            least_pixels=least, most_pixels=most,
+            least_pixels=least, most_pixels=most, in_made_up=kind not in _TEXT_FIRST,
         )  # fmt: skip
     patches = (vision.image_size // vision.patch_size) ** 2 if kind in _TILES or kind in _SQUARES else 0
     if kind in _TILES:
