@@ -76,7 +76,7 @@ def test_a_copy_in_4_bits_has_the_models_shape_and_says_its_quantisation(end: st
      "codellama/CodeLlama-7b-hf", "gpt2", "Qwen/Qwen3.5-4B", "unsloth/Qwen3.5-9B-bnb-4bit", "google/gemma-4-E4B-it",
      "unsloth/gemma-4-26B-A4B-it", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct",
      "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Ministral-3-8B-Reasoning-2512",
-     "microsoft/Phi-4-mini-instruct", "allenai/Olmo-3-7B-Instruct", "ibm-granite/granite-4.0-micro",
+     "microsoft/Phi-4-mini-instruct", "allenai/Olmo-3-7B-Instruct", "ibm-granite/granite-4.1-3b",
      "LiquidAI/LFM2.5-1.2B-Instruct", "zai-org/GLM-4.7-Flash", "unsloth/DeepSeek-R1-0528-Qwen3-8B"],
 )  # fmt: skip
 def test_the_families_that_people_name_are_known(name: str) -> None:
