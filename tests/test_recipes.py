@@ -176,6 +176,16 @@ def test_an_image_of_qwen3_5_is_a_token_for_1024_pixels_and_a_sample_that_is_mad
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
+def test_a_limit_without_room_for_an_image_is_refused_before_the_probe(tmp_path: Path) -> None:
+    model = _image_model(tmp_path / "model", "qwen2_5_vl", **QWEN)
+    values = {"model_name_or_path": str(model), "max_length": 16, "per_device_train_batch_size": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"max_length=16 must leave room for the .* give more, or null for no limit"):
+        estimate(tmp_path / "run.yaml", trainer="sft", gpu="a10g", prompt_tokens=16, advice=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_an_image_text_model_that_packs_trains_on_text(tmp_path: Path) -> None:
     model = _image_model(tmp_path / "model", "qwen2_5_vl", **QWEN)
     values = {"model_name_or_path": str(model), "packing": True, "max_length": 64, "per_device_train_batch_size": 1}

@@ -233,7 +233,7 @@ class StandInProcessor(ProcessorMixin):  # type: ignore[misc]
         rows = [self._tokens(*both) for both in zip(texts, pictures, strict=True)]
         most = kwargs.get("max_length") if kwargs.get("truncation") else None
         if most is not None and any(_IMAGE in row[most:] for row in rows):
-            raise ConfigError(f"max_length={most} must leave room for an image of {rows[0].count(_IMAGE)} tokens")
+            raise no_room(most, rows[0].count(_IMAGE))
         rows = [row[:most] for row in rows]
         found: dict[str, Any] = {
             "input_ids": [[self._image_token if token == _IMAGE else token for token in row] for row in rows],
@@ -255,6 +255,14 @@ class StandInProcessor(ProcessorMixin):  # type: ignore[misc]
 
 
 _IMAGE = -1  # stands for the model's own image token, which the stand-in tokenizer's vocabulary may contain
+
+
+def no_room(limit: int, tokens: int) -> ConfigError:
+    """Of a limit that would cut a sample's images."""
+    return ConfigError(
+        f"max_length={limit} must leave room for the {tokens:,} tokens of a sample's images; give more, or null for no "
+        "limit"
+    )
 
 
 def _parts(messages: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str, Any]]:
