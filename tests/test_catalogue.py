@@ -88,3 +88,19 @@ def test_a_variant_differs_from_its_model_only_in_what_it_says() -> None:
     assert base is not None
     assert instruct is not None
     assert {k for k in base.config if base.config[k] != instruct.config[k]} == {"max_position_embeddings", "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    ("tuned", "base"),
+    [
+        ("someone/dolphin-2.1-mistral-7b", "mistralai/Mistral-7B-v0.1"),
+        ("someone/Qwen3.5-4B-tuned", "Qwen/Qwen3.5-4B"),
+        ("someone/gemma-4-E4B-it-tuned", "google/gemma-4-E4B"),
+        ("someone/Qwen3-VL-8B-tuned", "Qwen/Qwen3-VL-8B-Instruct"),
+        ("someone/Qwen3-8B-VL-tuned", None),
+        ("someone/Qwen3.5-4B-GPTQ", None),
+    ],
+)
+def test_a_tuned_model_has_the_shape_of_the_one_in_its_name(tuned: str, base: str | None) -> None:
+    found = catalogue.base_of(tuned)
+    assert (None if found is None else found.name) == base
