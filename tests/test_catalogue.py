@@ -21,11 +21,12 @@ def shapes() -> list[catalogue.Architecture]:
 @pytest.mark.parametrize("entry", shapes(), ids=lambda entry: entry.name)
 def test_the_model_built_from_an_entry_has_the_published_count(entry: catalogue.Architecture) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     keys = dict(entry.config)
+    auto = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(keys.pop("model_type")), **keys))
+        model = auto.from_config(AutoConfig.for_model(str(keys.pop("model_type")), **keys))
     assert sum(p.numel() for p in model.parameters()) == entry.parameters
     assert [type(model).__name__] == entry.config["architectures"]
 
@@ -72,7 +73,11 @@ def test_a_copy_in_4_bits_has_the_models_shape_and_says_its_quantisation(end: st
     "name",
     ["01-ai/Yi-1.5-9B-Chat", "deepseek-ai/deepseek-coder-6.7b-instruct", "zai-org/glm-4-9b-chat-hf",
      "facebook/opt-1.3b", "google/gemma-3-4b-it", "Qwen/Qwen1.5-7B-Chat", "Qwen/Qwen2-7B-Instruct",
-     "codellama/CodeLlama-7b-hf", "gpt2"],
+     "codellama/CodeLlama-7b-hf", "gpt2", "Qwen/Qwen3.5-4B", "unsloth/Qwen3.5-9B-bnb-4bit", "google/gemma-4-E4B-it",
+     "unsloth/gemma-4-26B-A4B-it", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct",
+     "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Ministral-3-8B-Reasoning-2512",
+     "microsoft/Phi-4-mini-instruct", "allenai/Olmo-3-7B-Instruct", "ibm-granite/granite-4.1-3b",
+     "LiquidAI/LFM2.5-1.2B-Instruct", "zai-org/GLM-4.7-Flash", "unsloth/DeepSeek-R1-0528-Qwen3-8B"],
 )  # fmt: skip
 def test_the_families_that_people_name_are_known(name: str) -> None:
     assert catalogue.architecture(name) is not None
@@ -83,3 +88,19 @@ def test_a_variant_differs_from_its_model_only_in_what_it_says() -> None:
     assert base is not None
     assert instruct is not None
     assert {k for k in base.config if base.config[k] != instruct.config[k]} == {"max_position_embeddings", "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    ("tuned", "base"),
+    [
+        ("someone/dolphin-2.1-mistral-7b", "mistralai/Mistral-7B-v0.1"),
+        ("someone/Qwen3.5-4B-tuned", "Qwen/Qwen3.5-4B"),
+        ("someone/gemma-4-E4B-it-tuned", "google/gemma-4-E4B"),
+        ("someone/Qwen3-VL-8B-tuned", "Qwen/Qwen3-VL-8B-Instruct"),
+        ("someone/Qwen3-8B-VL-tuned", None),
+        ("someone/Qwen3.5-4B-GPTQ", None),
+    ],
+)
+def test_a_tuned_model_has_the_shape_of_the_one_in_its_name(tuned: str, base: str | None) -> None:
+    found = catalogue.base_of(tuned)
+    assert (None if found is None else found.name) == base

@@ -164,9 +164,32 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
     assert not found.recipe.forecasts
 
 
-@pytest.mark.parametrize(("kind", "has"), [("gemma3", False), ("llava", True)])
+@pytest.mark.parametrize(("kind", "has"), [("gemma3", False), ("qwen3_5", False), ("llava", True)])
 def test_made_up_prompts_of_a_chat_model_that_also_takes_images_are_of_text(kind: str, has: bool) -> None:
-    assert vision_of(AutoConfig.for_model(kind), "a model").made_up_images is has
+    assert vision_of(AutoConfig.for_model(kind), "a model").in_made_up is has
+
+
+def test_an_image_of_qwen3_5_is_a_token_for_1024_pixels_and_a_sample_that_is_made_up_has_none() -> None:
+    from datasets import Dataset
+    from transformers import Qwen3_5Config
+
+    from autofit.trainers.image_prompts import with_an_image
+    from autofit.trainers.images import StandInProcessor, vision_of
+
+    vision = vision_of(Qwen3_5Config(vision_config={}), "a/b")
+    assert vision.tokens((640, 480)) == 300
+    rows = Dataset.from_list([{"prompt": "one"}])
+    assert with_an_image(rows, StandInProcessor(None, vision, 1)).column_names == ["prompt"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_a_limit_without_room_for_an_image_is_refused_before_the_probe(tmp_path: Path) -> None:
+    model = _image_model(tmp_path / "model", "qwen2_5_vl", **QWEN)
+    values = {"model_name_or_path": str(model), "max_length": 16, "per_device_train_batch_size": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"max_length=16 must leave room for the .* give more, or null for no limit"):
+        estimate(tmp_path / "run.yaml", trainer="sft", gpu="a10g", prompt_tokens=16, advice=False)
 
 
 @pytest.mark.slow

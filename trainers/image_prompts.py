@@ -47,10 +47,9 @@ def has_images(rows: Dataset) -> bool:
 
 
 def with_an_image(rows: Dataset, processor: StandInProcessor) -> Dataset:
-    """Synthetic rows, each with one image of the size that makes the most tokens, if the model's made-up ones have."""
-    if not processor.vision.made_up_images:
-        return rows
-    return rows.add_column("images", [[list(processor.vision.largest)]] * len(rows))
+    """Synthetic rows, each with one image of the size that makes the most tokens, if the model's have one."""
+    vision = processor.vision
+    return rows.add_column("images", [[list(vision.largest)]] * len(rows)) if vision.in_made_up else rows
 
 
 def longest_row(rows: Dataset, processor: StandInProcessor, column: str) -> tuple[dict[str, Any], int, int]:

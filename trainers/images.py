@@ -20,10 +20,10 @@ from autofit.errors import ConfigError
 
 Size = Sequence[int]  # width and height in pixels
 _MARK = "<image>"
-_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_TEXT_FIRST = ("qwen3_5", "qwen3_5_moe", "gemma3")  # tuned on text mostly: a sample that is made up has no image
 _TILES = ("idefics3", "smolvlm")
 _SQUARES = {"llava": None, "gemma3": "token_type_ids", "paligemma": "token_type_ids"}
-_MOSTLY_TEXT = ("gemma3",)  # chat models that also take images
 # Limits of Qwen2VLImageProcessor where the model's own files do not say (transformers 5.23).
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 _MOST_TILES_A_SIDE = 4  # of Idefics3ImageProcessor: size["longest_edge"] = 4 * max_image_size
@@ -43,8 +43,8 @@ class Vision(Protocol):
         ...
 
     @property
-    def made_up_images(self) -> bool:
-        """Whether made-up prompts have an image each: where it is known what the model makes of one, and its use."""
+    def in_made_up(self) -> bool:
+        """Whether a sample that is made up has an image."""
         ...
 
     def tokens(self, size: Size) -> int: ...
@@ -64,7 +64,7 @@ class Grid:
     least_pixels: int
     most_pixels: int
     token_types: str | None = "mm_token_type_ids"  # noqa: S105  (a name)
-    made_up_images: bool = True
+    in_made_up: bool = True
 
     @property
     def largest(self) -> Size:
@@ -103,7 +103,7 @@ class Squares:
     each: int  # tokens of a square
     splits: bool = False
     token_types: str | None = None
-    made_up_images: bool = True
+    in_made_up: bool = True
 
     @property
     def largest(self) -> Size:
@@ -134,7 +134,7 @@ class Unknown:
 
     kind: str
     token_types: str | None = None
-    made_up_images: bool = False
+    in_made_up: bool = False
 
     @property
     def largest(self) -> Size:
@@ -172,7 +172,7 @@ def vision_of(config: Any, model: str) -> Vision:
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         return Grid(
             patch=patch, merge=vision.spatial_merge_size, values=channels * vision.temporal_patch_size * patch**2,
-            least_pixels=least, most_pixels=most,
+            least_pixels=least, most_pixels=most, in_made_up=kind not in _TEXT_FIRST,
         )  # fmt: skip
     patches = (vision.image_size // vision.patch_size) ** 2 if kind in _TILES or kind in _SQUARES else 0
     if kind in _TILES:
@@ -180,7 +180,7 @@ def vision_of(config: Any, model: str) -> Vision:
     if kind in _SQUARES:
         each = getattr(config, "mm_tokens_per_image", None) or patches
         return Squares(
-            side=vision.image_size, each=each, token_types=_SQUARES[kind], made_up_images=kind not in _MOSTLY_TEXT
+            side=vision.image_size, each=each, token_types=_SQUARES[kind], in_made_up=kind not in _TEXT_FIRST
         )
     return Unknown(kind=kind)
 
@@ -235,7 +235,7 @@ class StandInProcessor(ProcessorMixin):  # type: ignore[misc]
         rows = [self._tokens(*both) for both in zip(texts, pictures, strict=True)]
         most = kwargs.get("max_length") if kwargs.get("truncation") else None
         if most is not None and any(_IMAGE in row[most:] for row in rows):
-            raise ConfigError(f"max_length={most} must leave room for an image of {rows[0].count(_IMAGE)} tokens")
+            raise no_room(most, rows[0].count(_IMAGE))
         rows = [row[:most] for row in rows]
         found: dict[str, Any] = {
             "input_ids": [[self._image_token if token == _IMAGE else token for token in row] for row in rows],
@@ -257,6 +257,14 @@ class StandInProcessor(ProcessorMixin):  # type: ignore[misc]
 
 
 _IMAGE = -1  # stands for the model's own image token, which the stand-in tokenizer's vocabulary may contain
+
+
+def no_room(limit: int, tokens: int) -> ConfigError:
+    """Of a limit that would cut a sample's images."""
+    return ConfigError(
+        f"max_length={limit} must leave room for the {tokens:,} tokens of a sample's images; give more, or null for no "
+        "limit"
+    )
 
 
 def _parts(messages: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str, Any]]:

@@ -27,6 +27,7 @@ from .common import (
     train_rows,
 )
 from .image_prompts import for_text, has_images, longest_row, note_of, processor_of, simulated_only, with_an_image
+from .images import no_room
 from .inspection import hashed, keep
 from .keys import COMPARED
 from .offline import or_stated
@@ -120,6 +121,9 @@ class SftTrainer(SamplesTrainer):
             raise ConfigError(f"SFT on images needs a column messages; the dataset has {', '.join(rows.column_names)}")
         row, tokens, _ = longest_row(with_an_image(rows, processor) if made_up else rows, processor, column)
         limit = config.training.max_length
+        of_images = sum(map(processor.vision.tokens, row["images"]))
+        if limit is not None and of_images > limit:
+            raise no_room(limit, of_images)
         longest = tokens if limit is None else min(tokens, limit)
         lengths_of = SampleLengths.of([longest], most=longest)
         row = {"messages": row[column], "images": row["images"]}

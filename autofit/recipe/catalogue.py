@@ -20,7 +20,7 @@ _MIRRORS = ("unsloth", "nousresearch", "llm-research", "ai-modelscope", "modelsc
 # Ends of the names of copies in 4 bits, the longest first, and what their config.json says of their weights. The first
 # leaves some layers in 16 bits, which differ from model to model.
 _IN_4_BITS = ("-unsloth-bnb-4bit", "-bnb-4bit")
-_SIZE = re.compile(r"\d+[bm]")  # of 1.5b the part after the dot
+_SIZE = re.compile(r"e?\d+[bm]")  # of 1.5b the part after the dot; E4B is a size of Gemma's
 _STORED = {"gptq", "awq", "gguf", "exl2", "aqlm", "fp8", "int4", "int8", "vl", "vision", "embedding", "reranker", "moe"}
 _NF4: Config = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
@@ -74,11 +74,9 @@ def base_of(name: str) -> Architecture | None:
     Of several the one that says most of it. None where there is none, and for weights that are stored in another way.
     """
     asked = _parts(name.rpartition("/")[2])
-    if _STORED & set(asked):
-        return None
     found = {key: _base_parts(key) for key in _all()}
     same = [key for key, parts in found.items() if any(_SIZE.fullmatch(part) for part in parts) and any(
-        asked[n : n + len(parts)] == parts for n in range(len(asked)))]  # fmt: skip
+        asked[n : n + len(parts)] == parts for n in range(len(asked))) and not _STORED & {*asked} - {*parts}]  # fmt: skip
     return _all()[max(same, key=lambda key: len(found[key]))] if same else None
 
 
