@@ -166,7 +166,7 @@ def test_an_image_text_model_trains_on_an_image_at_its_largest(
 
 @pytest.mark.parametrize(("kind", "has"), [("gemma3", False), ("qwen3_5", False), ("llava", True)])
 def test_made_up_prompts_of_a_chat_model_that_also_takes_images_are_of_text(kind: str, has: bool) -> None:
-    assert vision_of(AutoConfig.for_model(kind), "a model").in_made_up is has
+    assert vision_of(AutoConfig.for_model(kind), "a/model").in_made_up is has
 
 
 def test_an_image_of_qwen3_5_is_a_token_for_1024_pixels_and_a_sample_that_is_made_up_has_none() -> None:
