@@ -53,13 +53,14 @@ class Script:
     """A script or notebook with its arguments, and what is said in place of what is not on this machine.
 
     `prompt_tokens` is the length of made-up samples where data are missing. `changes` are laid over every
-    TrainingArguments that the script makes.
+    TrainingArguments that the script makes. `of_libraries`: it is written for the libraries at hand, old ones too.
     """
 
     path: Path
     arguments: Sequence[str] = ()
     prompt_tokens: int | None = None
     changes: Mapping[str, object] = field(default_factory=dict)
+    of_libraries: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,14 +205,16 @@ def _stood_in(
         stack.enter_context(idle(code, card.note))
         if any(name in code for name in _LIBRARIES):
             from autofit.scripts.changes import laid_over
-            from autofit.scripts.older import options_understood, understood
             from autofit.scripts.stand_ins import StandIns
 
             models = StandIns(made.folder, card.note)
             stack.callback(lambda: made.tell(models.longest))
             stack.enter_context(models.in_place())
-            stack.enter_context(understood(code, card.note))
-            stack.enter_context(options_understood(card.note))
+            if not script.of_libraries:
+                from autofit.scripts.older import options_understood, understood
+
+                stack.enter_context(understood(code, card.note))
+                stack.enter_context(options_understood(card.note))
             stack.enter_context(laid_over(script.changes, seen))
             stack.enter_context(fewer.in_place())
         if any(name in code for name in _DATA):
