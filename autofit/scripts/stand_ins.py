@@ -31,7 +31,9 @@ _OF_LOADING = ("revision", "trust_remote_code")
 _OF_MODEL = ("dtype", "torch_dtype", "attn_implementation")  # which a config has too
 _NAME = "pretrained_model_name_or_path"
 _SMALL = "a small one, in which a letter is a token"
-_NO_WEIGHTS = (OSError,) if READS_SLICES else (OSError, AttributeError)  # older ones open the file None without a hub
+# What says that a file is not here; older ones open the file None without a hub.
+_OLDER = () if READS_SLICES else (AttributeError, TypeError)
+_NO_WEIGHTS, _NO_FILE = (OSError, *_OLDER), (OSError, ValueError, *_OLDER)
 _MUCH = 10**9  # bytes of weights in float32 that are told
 
 
@@ -95,7 +97,7 @@ class StandIns:
                 return load(name, *rest, **named)
             try:
                 found = load(name, *rest, **named)
-            except (OSError, ValueError):
+            except _NO_FILE:
                 return self._loaded(kind, load, name, rest, named)
             if isinstance(found, PreTrainedTokenizerBase) and not has_vocabulary(name, named.get("revision")):
                 return self._loaded(kind, load, name, rest, named)  # some load without a file, with no vocabulary
