@@ -166,7 +166,7 @@ def estimate(options: argparse.Namespace) -> int:
             found.plot().savefig(options.plot, dpi=110)
             say(f"wrote {options.plot}")
 
-    return _answered(options, api.estimate, first=drawn, advice=not options.no_advice)
+    return _answered(options, api.estimate, first=drawn, advice=not options.no_advice, libraries=options.libraries)
 
 
 def _answered(

@@ -5,6 +5,7 @@ needs beside torch comes from the environment, as far as this Python can load it
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from typing import Any
 
 from autofit.errors import ConfigError, EnvironmentFault, option, printable, quoted
 from autofit.files import write_json
+from autofit.recipe.as_of import UPGRADE
+from autofit.recipe.launch import is_on
+from autofit.recipe.profile import profile
+from autofit.recipe.recipe import Recipe
+from autofit.units import format_bytes
 
 TOLD = ("trl", "transformers", "peft", "accelerate")
 _ROOTS = (*TOLD, "datasets", "liger-kernel")
@@ -38,10 +44,20 @@ class PeakOfPhase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Today:
+    """What the installed libraries hold."""
+
+    trl: str
+    device_used_bytes: int | None
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Theirs:
     """What a recipe holds with other libraries."""
 
     environment: str
+    trainer: str
     versions: Mapping[str, str]  # of TOLD that are there, and of torch: the one that ran
     their_torch: str | None
     phases: tuple[PeakOfPhase, ...]
@@ -56,6 +72,27 @@ class Theirs:
     unknown_keys: tuple[str, ...]  # of the recipe, which their TRL does not know
     renamed_keys: tuple[str, ...]  # "dtype as torch_dtype"
     notes: tuple[str, ...]
+
+    def lines(self, today: "Today") -> list[str]:
+        """What they hold beside what `today`'s libraries do, the peaks by phase, and what is to be known of it."""
+        other = ", ".join(f"{name} {self.versions[name]}" for name in TOLD[1:] if name in self.versions)
+        rows = ", ".join(f"{phase.name} {format_bytes(phase.peak_allocated_bytes)}" for phase in self.phases)
+        torch = self.versions["torch"].partition("+")[0]
+        theirs = f", not {self.their_torch.partition('+')[0]} of the environment" if self.their_torch else ""
+        found = [
+            f"with your trl {self.versions['trl']} ({other}): {format_bytes(self.device_used_bytes)} device-used; with "
+            f"today's {today.trl}: {_size(today.device_used_bytes)}",
+            f"  it {self.verdict}" + (f"; upgrading alone mends it: {UPGRADE}" if today.fits and not self.fits else ""),
+            f"  peak allocated {format_bytes(self.peak_allocated_bytes)} ({rows}), reserved "
+            f"{format_bytes(self.peak_reserved_bytes)}",
+            f"  as `trl {self.trainer}` of that version trains the recipe, on samples of {self.longest_tokens:,} tokens "
+            f"and torch {torch}, which is simulated{theirs}",
+        ]
+        if self.renamed_keys:
+            found.append(f"  in its keys: {', '.join(self.renamed_keys)}")
+        if self.unknown_keys:
+            found.append(f"  keys that it does not know, left out: {', '.join(self.unknown_keys)}")
+        return [*found, *(f"  note: {note}" for note in self.notes)]
 
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {name: list(getattr(self, name)) for name in ("unknown_keys", "renamed_keys", "notes")}
@@ -170,6 +207,22 @@ class Asked:
     target_bytes: int
 
 
+def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
+    """The recipe as those libraries are asked for it. Raises ConfigError for one that TRL's own scripts do not train."""
+    name = recipe.trainer_name or recipe.trainer
+    why = None
+    if not profile(name).of_trl or recipe.foreign:
+        why = "takes a recipe of TRL, as `trl NAME --config` does, and this is another tool's"
+    elif recipe.launch.cards > 1:
+        why = f"takes a recipe on one card, and this one is on {recipe.launch.cards}: give {option('num-processes')} 1"
+    elif is_on(recipe.resolved.get("use_vllm")):
+        why = f"simulates no vLLM of other versions: give {option('set', 'use_vllm=false')}"
+    tokens = recipe.longest_prompt_tokens if recipe.generates else recipe.longest_sample_tokens
+    if why is not None or tokens is None:
+        raise ConfigError(f"{option('libraries')} {why or 'needs the length of the longest sample, which is not known'}")
+    return Asked(trainer=name, values=recipe.stated, tokens=tokens, gpu=gpu, target_bytes=target_bytes)
+
+
 def run_with(libraries: Libraries, asked: Asked, folder: Path, *, deadline_s: float) -> Theirs:
     """What the recipe holds with those libraries. Raises ConfigError for what they do not take."""
     links = folder / "site-packages"  # by which name dill knows that a module is no code of the user's
@@ -200,7 +253,7 @@ def run_with(libraries: Libraries, asked: Asked, folder: Path, *, deadline_s: fl
     figures = found["figures"]
     versions = {name: known for name in TOLD if (known := libraries.version(name)) is not None}
     return Theirs(
-        environment=str(libraries.path), versions=versions | {"torch": version("torch")},
+        environment=str(libraries.path), trainer=asked.trainer, versions=versions | {"torch": version("torch")},
         their_torch=libraries.version("torch"),
         phases=tuple(PeakOfPhase(**phase) for phase in found["phases"]),
         **{name: figures[name] for name in _FIGURES},
@@ -215,12 +268,14 @@ _FIGURES = (
 )  # fmt: skip
 
 
+def _size(nbytes: int | None) -> str:
+    return "not known" if nbytes is None else format_bytes(nbytes)
+
+
 def _said(libraries: Libraries) -> str:
     return f"the trl {libraries.version('trl')} of {libraries.path}"
 
 
 def _environment(links: Path) -> dict[str, str]:
-    import os
-
     before = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(links), *([before] if before else [])])}
