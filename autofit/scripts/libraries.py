@@ -85,8 +85,8 @@ class Theirs:
             f"  it {self.verdict}" + (f"; upgrading alone mends it: {UPGRADE}" if today.fits and not self.fits else ""),
             f"  peak allocated {format_bytes(self.peak_allocated_bytes)} ({rows}), reserved "
             f"{format_bytes(self.peak_reserved_bytes)}",
-            f"  as `trl {self.trainer}` of that version trains the recipe, on samples of {self.longest_tokens:,} tokens "
-            f"and torch {torch}, which is simulated{theirs}",
+            f"  as `trl {self.trainer}` of that version trains the recipe, on samples of {self.longest_tokens:,} "
+            f"tokens and on torch {torch}, which is simulated{theirs}",
         ]
         if self.renamed_keys:
             found.append(f"  in its keys: {', '.join(self.renamed_keys)}")
@@ -126,7 +126,7 @@ class Libraries:
 
     @cached_property
     def taken(self) -> tuple[str, ...]:
-        """The names of what is taken: TRL's family, and what it needs that is not torch's and that this Python loads."""
+        """The names of what is taken: TRL's family and what it needs, as this Python loads it, without torch's."""
         ours, theirs = self._needed(_OURS, here=True), self._needed(_ROOTS, here=False)
         return tuple(name for name in theirs if name not in ours and self._loads(name))
 
@@ -208,7 +208,7 @@ class Asked:
 
 
 def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
-    """The recipe as those libraries are asked for it. Raises ConfigError for one that TRL's own scripts do not train."""
+    """The recipe as those libraries get it. Raises ConfigError for one that TRL's own scripts do not train."""
     name = recipe.trainer_name or recipe.trainer
     why = None
     if not profile(name).of_trl or recipe.foreign:
@@ -219,7 +219,9 @@ def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
         why = f"simulates no vLLM of other versions: give {option('set', 'use_vllm=false')}"
     tokens = recipe.longest_prompt_tokens if recipe.generates else recipe.longest_sample_tokens
     if why is not None or tokens is None:
-        raise ConfigError(f"{option('libraries')} {why or 'needs the length of the longest sample, which is not known'}")
+        raise ConfigError(
+            f"{option('libraries')} {why or 'needs the length of the longest sample, which is not known'}"
+        )
     return Asked(trainer=name, values=recipe.stated, tokens=tokens, gpu=gpu, target_bytes=target_bytes)
 
 

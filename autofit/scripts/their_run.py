@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +25,16 @@ from autofit.scripts.running import Script, fit_script
 from autofit.trainers.names import renamed
 
 SAMPLES = "made-up-samples"
+STEPS = 2
 _CLASSES = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "rloo": "RLOO", "reward": "Reward"}
-_NOT_ASKED: dict[str, object] = {"eval_strategy": "no", "save_strategy": "no", "report_to": "none", "push_to_hub": False}
-_OF_DATA = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "datasets")
+_NOT_ASKED: dict[str, object] = {
+    "eval_strategy": "no", "save_strategy": "no", "report_to": "none", "push_to_hub": False,
+    "logging_nan_inf_filter": False,  # a loss has no value here
+}  # fmt: skip
+_SCORES = "AutoModelForSequenceClassification"
+_OF_DATA = (
+    "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "datasets",
+)  # fmt: skip
 
 
 def main(request: Path) -> None:
@@ -43,7 +50,7 @@ def main(request: Path) -> None:
     try:
         checked = fit_script(
             Script(path=script, prompt_tokens=asked["tokens"], of_libraries=True), gpu=asked["gpu"],
-            target_vram=asked["target_bytes"],
+            steps=STEPS, target_vram=asked["target_bytes"],
         )  # fmt: skip
         told = json.loads(_told(request).read_text(encoding="utf-8"))
         answer = {"figures": checked.found.to_dict(), "longest_tokens": checked.longest_tokens, **told}
@@ -69,6 +76,7 @@ def train(trainer: str, request: str) -> None:
         ) from error
     known = {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
     values, unknown, names = in_their_keys(asked["values"], known)
+    values["output_dir"] = str(Path(request).with_name("output"))
     recipe = Path(request).with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     parts = parser.parse_args_and_config(["--config", str(recipe)])
@@ -98,7 +106,7 @@ def in_their_keys(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, 
         if name != key:
             names.append(f"{key} as {name}")
         values[name] = value
-    own = {"dataset_name": SAMPLES, "output_dir": "unused", **_NOT_ASKED}
+    own = {"dataset_name": SAMPLES, "max_steps": STEPS + 1, **_NOT_ASKED}
     return values | {key: value for key, value in own.items() if key in known}, unknown, names
 
 
@@ -123,11 +131,12 @@ def _rewarded(script: Any, values: Mapping[str, Any]) -> Iterator[None]:
     def made(*given: Any, **named: Any) -> Any:
         return original(*given, **{**named, "reward_funcs": no_reward})
 
-    models = getattr(script, "AutoModelForSequenceClassification", None)  # older scripts load one whatever is given
     loads = mock.Mock(from_pretrained=mock.Mock(return_value=None))
-    with mock.patch.object(script, original.__name__, made):
-        with mock.patch.object(script, "AutoModelForSequenceClassification", loads if models else None, create=True):
-            yield
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(script, original.__name__, made))
+        if hasattr(script, _SCORES):  # older scripts load one whatever is given
+            patches.enter_context(mock.patch.object(script, _SCORES, loads))
+        yield
 
 
 class Phases:
@@ -177,14 +186,20 @@ class Phases:
         from transformers.generation.utils import GenerationMixin
 
         step, generate = Trainer.training_step, GenerationMixin.generate
-        began = register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER) and None)
-        ended = register_optimizer_step_post_hook(lambda *_: self.enter(UPDATE) and None)
+
+        def begins(*_: object) -> None:
+            self.enter(OPTIMIZER)
+
+        def ends(*_: object) -> None:
+            self.enter(UPDATE)
+
+        began, ended = register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ends)
         with (
             mock.patch.object(Trainer, "training_step", self._during(UPDATE, step)),
             mock.patch.object(GenerationMixin, "generate", self._during(ROLLOUT, generate)),
-            nullcontext() if rollouts is None else mock.patch.object(
-                rollouts, "_prepare_inputs", self._during(SCORING, rollouts._prepare_inputs)
-            ),
+            nullcontext()
+            if rollouts is None
+            else mock.patch.object(rollouts, "_prepare_inputs", self._during(SCORING, rollouts._prepare_inputs)),
         ):
             try:
                 yield
