@@ -157,6 +157,10 @@ def estimate(options: argparse.Namespace) -> int:
             f"--plot must name a picture that ends in {', '.join(_PICTURES)}; got {quoted(str(options.plot))}"
         )
     _look_at_card(options)
+    if options.libraries is not None:
+        from autofit.scripts.libraries import Libraries
+
+        Libraries(options.libraries)
     look_early(options, device="sim:")
     begin_server()
     from autofit import api

@@ -259,7 +259,7 @@ def run_with(libraries: Libraries, asked: Asked, folder: Path, *, deadline_s: fl
         their_torch=libraries.version("torch"),
         phases=tuple(PeakOfPhase(**phase) for phase in found["phases"]),
         **{name: figures[name] for name in _FIGURES},
-        longest_tokens=found["longest_tokens"], unknown_keys=tuple(found["unknown"]),
+        longest_tokens=found["longest_tokens"] or asked.tokens, unknown_keys=tuple(found["unknown"]),
         renamed_keys=tuple(found["renamed"]), notes=tuple(figures["notes"]),
     )  # fmt: skip
 

@@ -23,7 +23,9 @@ from autofit.files import write_json
 from autofit.plugin.protocol import LOAD, OPTIMIZER, ROLLOUT, SCORING, UPDATE
 from autofit.scripts.running import Script, fit_script
 from autofit.trainers.names import renamed
+from autofit.trainers.offline import stand_in_model
 
+MODEL = "model_name_or_path"
 SAMPLES = "made-up-samples"
 STEPS = 2
 _CLASSES = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "rloo": "RLOO", "reward": "Reward"}
@@ -34,6 +36,7 @@ _NOT_ASKED: dict[str, object] = {
 _SCORES = "AutoModelForSequenceClassification"
 _OF_DATA = (
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "datasets",
+    "eos_token", "pad_token",  # which the small tokenizer does not have
 )  # fmt: skip
 
 
@@ -77,6 +80,8 @@ def train(trainer: str, request: str) -> None:
     known = {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
     values, unknown, names = in_their_keys(asked["values"], known)
     values["output_dir"] = str(Path(request).with_name("output"))
+    if Path(str(values.get(MODEL))).is_dir():  # perhaps a config.json alone
+        values[MODEL] = stand_in_model(str(values[MODEL]), Path(request).with_name("model"))
     recipe = Path(request).with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     parts = parser.parse_args_and_config(["--config", str(recipe)])
