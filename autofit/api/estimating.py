@@ -39,6 +39,7 @@ from autofit.recipe.as_of import Then, read_libraries, then_of, without_proposal
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
+from autofit.scripts.libraries import Asked as AskedOfLibraries
 from autofit.scripts.libraries import Libraries, Theirs, Today, asked_of, run_with
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space
@@ -195,12 +196,16 @@ class Asked:
             tell(Event(label="note", text=f"no typical step: {error}"))
             return None
 
-    def theirs(self, made: Estimator, tell: OnEvent) -> Theirs | None:
-        """What the recipe holds with the libraries of the environment that was named; None where none was."""
+    def of_libraries(self, made: Estimator) -> AskedOfLibraries | None:
+        """The recipe for the libraries of the environment that was named; None where none was. Raises ConfigError."""
         if self.libraries is None:
             return None
-        gpu = made.device.removeprefix("sim:")
-        asked = asked_of(made.recipe, gpu=gpu, target_bytes=made.capacity_bytes)
+        return asked_of(made.recipe, gpu=made.device.removeprefix("sim:"), target_bytes=made.capacity_bytes)
+
+    def theirs(self, asked: AskedOfLibraries | None, made: Estimator, tell: OnEvent) -> Theirs | None:
+        """What the recipe holds with those libraries."""
+        if self.libraries is None or asked is None:
+            return None
         tell(Event(text=f"simulating it with the trl {self.libraries.version('trl')} of {self.libraries.path}"))
         return run_with(self.libraries, asked, made.folder / "libraries", deadline_s=made.deadline_s)
 
@@ -235,7 +240,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
                     say=lambda text: tell(Event(text=text)),
                 )  # fmt: skip
             stated.check()
-            if asked.as_of is not None:
+            if asked.as_of is not None or asked.libraries is not None:
                 stated = without_proposal(stated)
             where = describe_device(device, capacity, stated.launch.cards)
             tell(Event(text=f"{stated.model} on {where}", read=True))
@@ -355,12 +360,13 @@ def estimate(
         deadline=deadline, launch=launch, as_of=as_of, lengths=lengths, libraries=other,
     )  # fmt: skip
     with estimator(asked, tell) as made:
+        for_libraries = asked.of_libraries(made)  # first: what they do not take is said at once
         result = made.estimate()
         for note in result.notes:
             tell(Event(label="note", text=note))
         found = Estimate(
             recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
-            then=asked.then(made.recipe), theirs=asked.theirs(made, tell),
+            then=asked.then(made.recipe), theirs=asked.theirs(for_libraries, made, tell),
         )  # fmt: skip
         if on_result is not None:
             on_result(found)

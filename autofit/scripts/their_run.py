@@ -7,6 +7,7 @@ a simulated card.
 import functools
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -58,7 +59,7 @@ def main(request: Path) -> None:
         told = json.loads(_told(request).read_text(encoding="utf-8"))
         answer = {"figures": checked.found.to_dict(), "longest_tokens": checked.longest_tokens, **told}
     except ConfigError as error:
-        answer = {"error": str(error).replace(str(script), "its script")}
+        answer = {"error": re.sub(rf" \({re.escape(str(script))}:\d+\)", "", str(error)).replace(str(script), "it")}
     write_json(Path(asked["answer"]), answer)
 
 
