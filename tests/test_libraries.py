@@ -69,15 +69,15 @@ def test_an_environment_that_cannot_be_used_is_one_clear_error(
         Libraries(broken)
 
 
-def test_what_is_taken_is_the_family_of_trl_without_torch_and_what_this_python_cannot_load(tmp_path: Path) -> None:
+def test_what_is_taken_is_the_family_of_trl_and_what_it_needs_that_is_not_here(tmp_path: Path) -> None:
     other, any_python = "cp310-cp310-linux_x86_64", "cp39-abi3-linux_x86_64"
     tags = {"trl": PURE, "transformers": PURE, "torch": other, "tokenizers": any_python, "numpy": other, "sympy": PURE}
-    tags["regex"] = PURE
+    tags |= {"regex": PURE, "only_there": PURE, "only_there_too": other}
     needs = {"trl": "transformers>=4.46", "transformers": "tokenizers<0.22,>=0.21;numpy>=1.17;torch; extra == 'torch'"}
-    needs["trl"] += ";regex"
+    needs["trl"] += ";regex;only-there;only-there-too"
     own = environment(tmp_path / "own", {name: ("1.0", tag) for name, tag in tags.items()}, needs)
     found = Libraries(own)
-    assert set(found.taken) == {"trl", "transformers", "tokenizers", "regex"}
+    assert set(found.taken) == {"trl", "transformers", "tokenizers", "only-there"}
     found.link(tmp_path)
     assert (tmp_path / "trl" / "__init__.py").exists()
     assert (tmp_path / "trl-1.0.dist-info" / "METADATA").exists()

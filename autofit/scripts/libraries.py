@@ -1,7 +1,7 @@
 """A recipe with the TRL, transformers, peft and accelerate of another environment: `estimate --libraries ENV`.
 
-Its `trl.scripts` run in a process of this Python, on autofit's torch, which the simulated card is made for: what TRL
-needs beside torch comes from the environment, as far as this Python can load it. No torch here.
+Its `trl.scripts` run in a process of this Python, on autofit's torch, which the simulated card is made for. TRL's
+family comes from the environment, and the rest from here, where it is installed. No torch here.
 """
 
 import json
@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import Distribution, distributions, version
 from pathlib import Path
-from sysconfig import get_config_var
 from typing import Any
 
 from autofit.errors import ConfigError, EnvironmentFault, option, printable, quoted
@@ -26,11 +25,10 @@ from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes
 
 TOLD = ("trl", "transformers", "peft", "accelerate")
-_ROOTS = (*TOLD, "datasets", "liger-kernel")
+_FAMILY = (*TOLD, "datasets", "tokenizers", "huggingface-hub", "liger-kernel")
 _OURS = ("torch", "bitsandbytes", "triton")  # simulated as these versions have them
 _START_S = 60.0
 _CHILD = "autofit.scripts.their_run"
-_ABI = f"cp{get_config_var('py_version_nodot')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +124,10 @@ class Libraries:
 
     @cached_property
     def taken(self) -> tuple[str, ...]:
-        """The names of what is taken: TRL's family and what it needs, as this Python loads it, without torch's."""
-        ours, theirs = self._needed(_OURS, here=True), self._needed(_ROOTS, here=False)
-        return tuple(name for name in theirs if name not in ours and self._loads(name))
+        """The names of what is taken: TRL's family, and of what it needs that which is not installed here."""
+        here = {_plain(each.metadata["Name"] or "") for each in distributions()}
+        left = here.difference(_FAMILY).union(_OURS)
+        return tuple(name for name in self._needed() if name not in left and self._loads(name))
 
     def link(self, folder: Path) -> None:
         """Make `folder` hold links to what is taken, to stand before this environment's own packages."""
@@ -145,26 +144,23 @@ class Libraries:
         packages = [path for path in places if path.suffix != ".pth" and path.exists()]
         return packages if any(path.suffix not in (".dist-info", ".egg-info") for path in packages) else []
 
-    def _needed(self, roots: tuple[str, ...], *, here: bool) -> dict[str, None]:
-        """The names of `roots` and of all that they need, in this environment or in theirs."""
-        waiting, seen = list(roots), dict[str, None]()
-        own = {_plain(each.metadata["Name"] or ""): each for each in distributions()} if here else self._found
+    def _needed(self) -> list[str]:
+        """The names of TRL's family and of all that it needs there."""
+        waiting, seen = list(_FAMILY), dict[str, None]()
         while waiting:
             name = waiting.pop()
-            if name in seen or name not in own:
+            if name in seen or name not in self._found or name in _OURS:
                 continue
             seen[name] = None
-            for line in own[name].requires or ():
+            for line in self._found[name].requires or ():
                 if "extra ==" not in line:
                     waiting.append(_plain(re.split(r"[\s;<>=!~\[(]", line, maxsplit=1)[0]))
-        return seen
+        return list(seen)
 
     def _loads(self, name: str) -> bool:
-        """Whether this Python loads a package that was built for theirs: by the tags of its wheel."""
-        tags = re.findall(r"^Tag: (\S+)-(\S+)-(\S+)$", self._found[name].read_text("WHEEL") or "", re.MULTILINE)
-        return bool(self._files(self._found[name])) and any(
-            platform == "any" or abi == "abi3" or abi == _ABI for _, abi, platform in tags
-        )
+        """Whether any Python loads a package that was built for theirs: by the tags of its wheel."""
+        tags = re.findall(r"^Tag: \S+-(\S+)-(\S+)$", self._found[name].read_text("WHEEL") or "", re.MULTILINE)
+        return bool(self._files(self._found[name])) and any(abi == "abi3" or on == "any" for abi, on in tags)
 
 
 def _plain(name: str) -> str:
