@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.modeling_utils import set_quantized_state
 from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
@@ -34,6 +33,7 @@ from autofit.plugin.protocol import WorstCase
 
 from .images import sees
 from .offline import SAMPLES, OutOfReachError
+from .random_checkpoint import random_checkpoint
 from .trl_config import TrlConfig
 
 # Settings turned off in a trainer that only prepares its dataset: each acts outside the process or needs a real model.
@@ -433,48 +433,3 @@ def _cpu_wanted() -> bool:
     from accelerate import PartialState
 
     return PartialState().device.type == "cpu"  # type: ignore[no-any-return]
-
-
-# Random weights that are made one at a time, where they are needed: for a quantised model, on the card itself.
-#
-# A whole model in full precision on the CPU first takes minutes and, for 8 billion parameters, 16 GB of the host; on
-# the card it would raise the peak above what quantising a checkpoint needs.
-
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-
-
-class RandomSlice:
-    """One weight of a checkpoint that does not exist, read as transformers reads a slice of a safetensors file."""
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: str, spread: float) -> None:
-        self._shape, self._dtype, self._device, self._spread = shape, dtype, device, spread
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return _SAFETENSORS_NAMES[self._dtype]
-
-    def __getitem__(self, _: object) -> torch.Tensor:
-        """Matrices as transformers initialises them; ones in vectors, since most are scales of a normalisation."""
-        made = torch.ones(self._shape, dtype=self._dtype, device=self._device)
-        return made.normal_(std=self._spread) if made.is_floating_point() and made.dim() > 1 else made
-
-
-def random_checkpoint(architecture: Any, config: Any, *, device: str, **options: Any) -> dict[str, RandomSlice]:
-    """A state dict for `from_pretrained` of the model that `architecture` makes from `config`, without its values.
-
-    Tied weights have one entry, as in a checkpoint on disk: transformers unties a pair that has two.
-    """
-    with torch.device("meta"), set_quantized_state():  # ZeRO-3 would divide the parameters of any other model
-        model = architecture._from_config(config, **options)
-    spread = float(getattr(config, "initializer_range", None) or 0.02)  # transformers' default
-    tied = getattr(model, "all_tied_weights_keys", {})  # {name: the weight that it shares}; empty where config unties
-    return {
-        name: RandomSlice(t.shape, t.dtype, device, spread)
-        for name, t in model.state_dict().items()
-        if name not in tied
-    }

@@ -341,8 +341,9 @@ def small_tokenizer(words: int = _WORDS) -> Any:
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens([AddedToken(name, special=True) for name in special])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", padding_side="left"
-    )
+        tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],  # as language models have; older transformers add more
+    )  # fmt: skip
     tokenizer.chat_template = _TEMPLATE
     return tokenizer
 

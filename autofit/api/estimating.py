@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rich.table import Table
@@ -37,6 +39,8 @@ from autofit.recipe.as_of import Then, read_libraries, then_of, without_proposal
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
+from autofit.scripts.libraries import Asked as AskedOfLibraries
+from autofit.scripts.libraries import Libraries, Theirs, Today, asked_of, run_with
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space
 from autofit.space.traits import describe_left_out
@@ -84,10 +88,11 @@ class Predicted(Shown):
 Found = TypeVar("Found", bound=Predicted)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Predicted):
     """What a simulated card says of one config. `str` of it is a table of phases by category and what dominates."""
 
-    __slots__ = ()
+    theirs: Theirs | None = None  # what the libraries of another environment hold; None where none was named
 
     @property
     def tight(self) -> bool:
@@ -123,7 +128,8 @@ class Estimate(Predicted):
         """The object that `autofit estimate --json` prints: plain values only."""
         then = {} if self.then is None else {"as_of": self.then.to_json()}
         steps = {} if self.typical is None else {"typical": self.typical.to_json()}
-        return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then, **steps}
+        theirs = {} if self.theirs is None else {"with_libraries": self.theirs.to_json()}
+        return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then, **theirs, **steps}
 
     def parts(self) -> list[Table | str]:
         """The phases by category, whether it fits, and what would make it fit, or faster."""
@@ -131,7 +137,13 @@ class Estimate(Predicted):
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
+        older += [] if self.theirs is None else self.theirs.lines(self.today)
         return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advice_parts()]
+
+    @property
+    def today(self) -> Today:
+        """What the installed libraries hold, beside others."""
+        return Today(trl=version("trl"), device_used_bytes=self.device_used_bytes, fits=self.fits)
 
     @property
     def of_typical(self) -> list[str]:
@@ -162,6 +174,7 @@ class Asked:
     launch: LaunchOptions = NO_OPTIONS
     as_of: str | None = None
     lengths: GivenLengths | None = None
+    libraries: Libraries | None = None
 
     def typical(self, made: Estimator, worst: ProbeResult, tell: OnEvent) -> Typical | None:
         """The typical step beside the `worst` case, by the lengths given, else by the dataset's own; None without."""
@@ -182,6 +195,19 @@ class Asked:
         except (EnvironmentFault, Cancelled) as error:
             tell(Event(label="note", text=f"no typical step: {error}"))
             return None
+
+    def of_libraries(self, made: Estimator) -> AskedOfLibraries | None:
+        """The recipe for the libraries of the environment that was named; None where none was. Raises ConfigError."""
+        if self.libraries is None:
+            return None
+        return asked_of(made.recipe, gpu=made.device.removeprefix("sim:"), target_bytes=made.capacity_bytes)
+
+    def theirs(self, asked: AskedOfLibraries | None, made: Estimator, tell: OnEvent) -> Theirs | None:
+        """What the recipe holds with those libraries."""
+        if self.libraries is None or asked is None:
+            return None
+        tell(Event(text=f"simulating it with the trl {self.libraries.version('trl')} of {self.libraries.path}"))
+        return run_with(self.libraries, asked, made.folder / "libraries", deadline_s=made.deadline_s)
 
     def then(self, recipe: Recipe) -> Then | None:
         """What the older libraries that were named did with `recipe`; None where none were."""
@@ -214,7 +240,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
                     say=lambda text: tell(Event(text=text)),
                 )  # fmt: skip
             stated.check()
-            if asked.as_of is not None:
+            if asked.as_of is not None or asked.libraries is not None:
                 stated = without_proposal(stated)
             where = describe_device(device, capacity, stated.launch.cards)
             tell(Event(text=f"{stated.model} on {where}", read=True))
@@ -295,6 +321,7 @@ def estimate(
     advice: bool = True,
     advice_time: str | float = ADVICE_TIME,
     as_of: str | None = None,
+    libraries: str | os.PathLike[str] | None = None,
     lengths: GivenLengths | None = None,
     deadline: str | float = "15m",
     on_event: OnEvent | None = None,
@@ -314,7 +341,9 @@ def estimate(
     By them the typical step and the whole run stand beside the worst case.
     `on_result` hears the estimate before both, `on_typical` before the advice, `on_advice` its seconds as it begins.
     Ctrl-C ends the search for advice and keeps what was found, with `interrupted` set. `as_of` names older libraries
-    ("trl 0.14"): what they did with the recipe that the installed ones do not is said too. `deadline` (seconds, or
+    ("trl 0.14"): what they did with the recipe that the installed ones do not is said too. `libraries` is an
+    environment (its folder, or its python) whose TRL, transformers, peft and accelerate train the recipe too, in a
+    process of their own; what they hold is in `theirs`. `deadline` (seconds, or
     "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
@@ -325,17 +354,19 @@ def estimate(
         gpu, launch = launch_options(
             gpu=gpu, accelerate_config=accelerate_config, num_processes=num_processes, gpus=gpus
         )
+        other = None if libraries is None else Libraries(Path(libraries))
     asked = Asked(
         recipe=recipe, gpu=gpu, target_vram=target_vram, trainer=trainer, changes=changes, prompt_tokens=prompt_tokens,
-        deadline=deadline, launch=launch, as_of=as_of, lengths=lengths,
+        deadline=deadline, launch=launch, as_of=as_of, lengths=lengths, libraries=other,
     )  # fmt: skip
     with estimator(asked, tell) as made:
+        for_libraries = asked.of_libraries(made)  # first: what they do not take is said at once
         result = made.estimate()
         for note in result.notes:
             tell(Event(label="note", text=note))
         found = Estimate(
             recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
-            then=asked.then(made.recipe),
+            then=asked.then(made.recipe), theirs=asked.theirs(for_libraries, made, tell),
         )  # fmt: skip
         if on_result is not None:
             on_result(found)

@@ -168,6 +168,9 @@ def parser() -> argparse.ArgumentParser:
 
     estimate = _command(commands, "estimate", "predict one config on a simulated card: bytes by phase, time")
     _card(estimate)
+    estimate.add_argument("--libraries", type=Path, metavar="ENV",
+                          help="an environment with another TRL, transformers, peft and accelerate (its folder, or its "
+                               "python): say what the recipe holds with those")  # fmt: skip
     _lengths(estimate, "the typical step and the whole run")
     estimate.add_argument(
         "--plot", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf, ...) of the bytes by phase and category"

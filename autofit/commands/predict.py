@@ -171,6 +171,10 @@ def estimate(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--plot must name a picture that ends in {', '.join(_PICTURES)}; got {quoted(str(options.plot))}"
         )
+    if options.libraries is not None:
+        from autofit.scripts.libraries import Libraries
+
+        Libraries(options.libraries)
     _look_at(options)
     from autofit import api
 
@@ -179,7 +183,7 @@ def estimate(options: argparse.Namespace) -> int:
             found.plot().savefig(options.plot, dpi=110)
             say(f"wrote {options.plot}")
 
-    return _answered(options, api.estimate, first=drawn, advice=not options.no_advice)
+    return _answered(options, api.estimate, first=drawn, advice=not options.no_advice, libraries=options.libraries)
 
 
 def _answered(

@@ -117,6 +117,7 @@ def prepare(
         spelling=facts.spelling,
         notes=(*source.notes, *read.notes, *facts.notes, *short),
         version=facts.version, left_out=facts.left_out, foreign=source.foreign,
+        stated=dict(read.values),
     )  # fmt: skip
     return recipe if launch.gpus is None else _on_machines(_on_cards(recipe, launch.gpus), launch.machines, device)
 

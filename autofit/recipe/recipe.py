@@ -59,6 +59,7 @@ class Recipe:
     forecasts: bool = True
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
     notes: tuple[str, ...] = ()
+    stated: Mapping[str, object] = field(default_factory=dict)  # `values` as they stand there, in older keys too
     foreign: Mapping[str, object] = field(default_factory=dict)  # the file of another tool that it is: Source.foreign
     left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
     version: str = ""  # of the library whose keys these are

@@ -190,6 +190,7 @@ class Fewer:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Context in which a Trainer is made with fewer micro-batches a step."""
+        from torch.utils.data import SequentialSampler
         from transformers import Trainer
 
         made, step = Trainer.__init__, Trainer.training_step
@@ -200,6 +201,8 @@ class Fewer:
                 _keep_order(args, trainer)  # one with rollouts has taken it from its arguments by now
                 if not hasattr(args, "num_generations"):
                     self._shorten(args)
+                    if not hasattr(args, "train_sampling_strategy"):  # of older transformers
+                        trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
             made(trainer, model, args, *rest, **named)
 
         @functools.wraps(step)

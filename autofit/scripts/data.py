@@ -160,6 +160,7 @@ class MadeUp:
     def __init__(self, columns: Columns, tokens: int | None, folder: Path, note: Callable[[str], None]) -> None:
         self.columns, self.folder, self._tokens, self._note = columns, folder, tokens, note
         self.names: list[str] = []
+        self.longest = 0  # tokens of the longest sequence that a model was given
         self._written: dict[str, str] = {}
 
     def rows(self, name: str) -> list[dict[str, object]]:
@@ -177,6 +178,7 @@ class MadeUp:
 
     def tell(self, longest: int) -> None:
         """Note the tokens of the `longest` sequence that a model was given, where made-up rows were read."""
+        self.longest = longest
         if self.names and longest and self._tokens and not 0.95 < longest / self._tokens < 1.05:
             self._note(f"of samples of {self._tokens:,} tokens the script made sequences of up to {longest:,}; where "
                        "yours are longer or shorter, change --prompt-tokens")  # fmt: skip

@@ -53,13 +53,15 @@ class Script:
     """A script or notebook with its arguments, and what is said in place of what is not on this machine.
 
     `prompt_tokens` is the length of made-up samples where data are missing. `changes` are laid over every
-    TrainingArguments that the script makes.
+    TrainingArguments that the script makes. `of_libraries`: it is the recipe's own for the libraries at hand, also old
+    ones, and its samples are made up.
     """
 
     path: Path
     arguments: Sequence[str] = ()
     prompt_tokens: int | None = None
     changes: Mapping[str, object] = field(default_factory=dict)
+    of_libraries: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,7 @@ class ScriptCheck:
 
     found: FitCheck
     arguments: Mapping[str, Any]
+    longest_tokens: int = 0  # of the sequences of made-up samples that a model was given
 
 
 def fit_script(
@@ -80,7 +83,8 @@ def fit_script(
     random ones of the same shape. Raises ConfigError where the script fails, or puts nothing on the card.
     """
     alone = code_of(script.path)
-    code = whole_code(alone, [script.path.resolve().parent, Path.cwd(), *project_of(script.path)])
+    folders = [script.path.resolve().parent, Path.cwd(), *project_of(script.path)]
+    code = alone if script.of_libraries else whole_code(alone, folders)
     if steps < 1:
         raise ConfigError(f"--steps must be 1 or more; got {steps}")
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
@@ -100,11 +104,17 @@ def fit_script(
                     loop = CheckedLoop(card)
                     own = folder / str(len(more))
                     own.mkdir()
-                    made = MadeUp(Columns(alone, tuple(more)), script.prompt_tokens, own, card.note)
+                    note = _unsaid if script.of_libraries else card.note
+                    made = MadeUp(Columns(alone, tuple(more)), script.prompt_tokens, own, note)
                     seen = _run(script, code, card, loop, steps=steps, made=made)
-                    return ScriptCheck(found=loop.result(target_bytes), arguments=seen)
+                    result = loop.result(target_bytes)
+                    return ScriptCheck(found=result, arguments=seen, longest_tokens=made.longest)
             except _NeedsColumn as needed:
                 more.append(str(needed))
+
+
+def _unsaid(_: str) -> None:
+    """A note of made-up samples that whoever asked for them does not need."""
 
 
 def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps: int, made: MadeUp) -> dict[str, Any]:
@@ -204,14 +214,16 @@ def _stood_in(
         stack.enter_context(idle(code, card.note))
         if any(name in code for name in _LIBRARIES):
             from autofit.scripts.changes import laid_over
-            from autofit.scripts.older import options_understood, understood
             from autofit.scripts.stand_ins import StandIns
 
-            models = StandIns(made.folder, card.note)
+            models = StandIns(made.folder, _unsaid if script.of_libraries else card.note)
             stack.callback(lambda: made.tell(models.longest))
             stack.enter_context(models.in_place())
-            stack.enter_context(understood(code, card.note))
-            stack.enter_context(options_understood(card.note))
+            if not script.of_libraries:
+                from autofit.scripts.older import options_understood, understood
+
+                stack.enter_context(understood(code, card.note))
+                stack.enter_context(options_understood(card.note))
             stack.enter_context(laid_over(script.changes, seen))
             stack.enter_context(fewer.in_place())
         if any(name in code for name in _DATA):

@@ -13,28 +13,27 @@ from unittest import mock
 
 import huggingface_hub
 import torch
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers.configuration_utils as configurations
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from autofit.errors import ConfigError, quoted
 from autofit.recipe import catalogue
 from autofit.scripts.older import forget_downloads, modernise
-from autofit.trainers.common import random_checkpoint
 from autofit.trainers.offline import has_vocabulary, small_tokenizer, stand_in_model, stand_in_of
+from autofit.trainers.random_checkpoint import READS_SLICES, random_checkpoint
 from autofit.units import format_bytes
 
+# Its name before transformers 5.
+PreTrainedConfig: Any = getattr(configurations, "PreTrainedConfig", None) or configurations.PretrainedConfig
 _BY_NAME = (AutoConfig, AutoTokenizer, AutoProcessor, PreTrainedConfig, PreTrainedTokenizerBase)
 _OF_LOADING = ("revision", "trust_remote_code")
 _OF_MODEL = ("dtype", "torch_dtype", "attn_implementation")  # which a config has too
 _NAME = "pretrained_model_name_or_path"
 _SMALL = "a small one, in which a letter is a token"
+# What says that a file is not here; older ones open the file None without a hub.
+_OLDER = () if READS_SLICES else (AttributeError, TypeError)
+_NO_WEIGHTS, _NO_FILE = (OSError, *_OLDER), (OSError, ValueError, *_OLDER)
 _MUCH = 10**9  # bytes of weights in float32 that are told
 
 
@@ -98,7 +97,7 @@ class StandIns:
                 return load(name, *rest, **named)
             try:
                 found = load(name, *rest, **named)
-            except (OSError, ValueError):
+            except _NO_FILE:
                 return self._loaded(kind, load, name, rest, named)
             if isinstance(found, PreTrainedTokenizerBase) and not has_vocabulary(name, named.get("revision")):
                 return self._loaded(kind, load, name, rest, named)  # some load without a file, with no vocabulary
@@ -135,7 +134,7 @@ class StandIns:
             modernise(named)
             try:
                 found = load(name, *rest, **named)
-            except OSError:
+            except _NO_WEIGHTS:
                 if not isinstance(name, str):
                     raise
                 found = self._random(cls, load, name, named)
@@ -168,8 +167,9 @@ class StandIns:
             config = kind.config_class.from_pretrained(name, **loading)
             for key in [key for key in named if hasattr(config, key) and key not in _OF_MODEL]:
                 setattr(config, key, named.pop(key))
-        if config.dtype is None:  # as transformers reads weights in float32
-            config.dtype = torch.float32
+        dtype = "dtype" if READS_SLICES else "torch_dtype"
+        if getattr(config, dtype, None) is None:  # as transformers reads weights in float32
+            setattr(config, dtype, torch.float32)
         stored = getattr(config, "quantization_config", None)  # of a checkpoint that is quantised already
         if stored is not None:
             del config.quantization_config

@@ -169,7 +169,8 @@ def transformers_loading(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def transformers_tracing(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    yield module, "is_fake_tensor", lambda x: False, "it takes fakes for tracing and then always builds masks"
+    if hasattr(module, "is_fake_tensor") or not sys.modules["transformers"].__version__.startswith("4."):
+        yield module, "is_fake_tensor", lambda x: False, "it takes fakes for tracing and then always builds masks"
 
 
 def transformers_cache(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -240,7 +241,8 @@ def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 def trl_loss_kernels(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """TRL before 1.16 imports its Triton kernels without a condition, so they cannot be imitated without Triton."""
-    if find_spec("triton") is None and not hasattr(module, "_use_triton"):
+    has_kernels = hasattr(module, "_supports_trl_loss_kernel")  # of TRL 1.14 on
+    if find_spec("triton") is None and has_kernels and not hasattr(module, "_use_triton"):
         gpu.note(
             "Triton is not installed, and this TRL computes log-probabilities with Triton on a card: the temporary "
             "tensors of the losses of DPO and GRPO are counted without it, which is too many"
