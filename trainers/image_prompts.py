@@ -75,7 +75,8 @@ def note_of(processor: StandInProcessor, row: Mapping[str, Any], *, made_up: boo
     if not row["images"]:
         return "this model takes images, but its probe has none: it is simulated on text"
     each = [processor.vision.tokens(size) for size in row["images"]]
-    which = "the synthetic prompt has one image at the processor's limit" if made_up else "the longest prompt's images"
+    made = "the synthetic prompt has one image at the processor's limit (transformers' own, without the model's files)"
+    which = made if made_up else "the longest prompt's images"
     return f"images are simulated by size: {which}, {sum(each):,} tokens; values of pixels are not read"
 
 

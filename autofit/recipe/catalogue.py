@@ -75,14 +75,14 @@ def base_of(name: str) -> Architecture | None:
     """
     asked = _parts(name.rpartition("/")[2])
     found = {key: _base_parts(key) for key in _all()}
-    same = [key for key, parts in found.items() if _stand_in(parts, asked) and not _STORED & {*asked} - {*parts}]
+    same = [key for key, parts in found.items() if _is_in(asked, parts) and not _STORED & {*asked} - {*parts}]
     return _all()[max(same, key=lambda key: len(found[key]))] if same else None
 
 
-def _stand_in(parts: list[str], asked: list[str]) -> bool:
-    """Whether `parts`, with a size among them, stand one after another in the name of the model `asked`."""
-    sized = any(_SIZE.fullmatch(part) for part in parts)
-    return sized and any(asked[n : n + len(parts)] == parts for n in range(len(asked)))
+def _is_in(asked: list[str], parts: list[str]) -> bool:
+    """Whether `parts`, with a size, stand in a row in a name's."""
+    has_size = any(_SIZE.fullmatch(part) for part in parts)
+    return has_size and any(asked[n : n + len(parts)] == parts for n in range(len(asked)))
 
 
 def _parts(name: str) -> list[str]:
