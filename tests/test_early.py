@@ -30,7 +30,8 @@ WRONG: list[dict[str, Any]] = [
     {"lr_scheduler_type": 7}, {"lora_target_modules": 5}, {"gradient_checkpointing_kwargs": [1]}, {"bf16": {}},
     {"model_name_or_path": 5}, {"env": "A=1"}, {"save_strategy": ["no"]}, {"learning_rate": [1e-5]},
     {"max_grad_norm": "abc", "lora_rr": 8}, {"save_total_limit": "many"}, {"save_total_limit": "1.5"},
-    {"optim": "adamw_8bitt"}, {"dtype": "bf16"}, {"trainer": "sft"},
+    {"optim": "adamw_8bitt"}, {"dtype": "bf16"}, {"trainer": "sft"}, {"bf16": True, "fp16": True},
+    {"bf16_full_eval": True, "fp16_full_eval": True},
 ]  # fmt: skip
 RIGHT: list[dict[str, Any]] = [
     {"learning_rate": "1e-5"}, {"learning_rate": 1}, {"gradient_accumulation_steps": "4"}, {"use_peft": "yes"},
@@ -213,6 +214,19 @@ def test_an_unknown_card_is_told_before_the_imports(tmp_path: Path, command: str
     recipe = tmp_path / "run.yaml"
     recipe.write_text("model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nreward_funcs: [r.f]\noutput_dir: o\n")
     assert "unknown GPU 'a100x'" in refused(command, str(recipe), "--gpu", "a100x")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--cards", "a100x", "--cards: unknown GPU 'a100x'"), ("--counts", "0", "--counts must be 1 to 8 numbers"),
+     ("--prices", "none.yaml", "none.yaml")],
+)  # fmt: skip
+def test_wrong_cards_counts_and_prices_of_advise_are_told_before_the_imports(
+    tmp_path: Path, option: str, value: str, said: str
+) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nreward_funcs: [r.f]\noutput_dir: o\n")
+    assert said in refused("advise", str(recipe), option, value)
 
 
 @pytest.mark.parametrize("name", ["out.x", "out"])

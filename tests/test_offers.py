@@ -459,15 +459,15 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_every_usual_card_is_known_and_wrong_names_and_counts_are_refused() -> None:
-    from autofit.api.card_advice import USUAL, _cards, _counts
+    from autofit.api.arguments import USUAL, cards_of, counts_of
 
     assert set(USUAL) <= set(GPU_SPECS)
-    assert len(_cards("all")) == len(GPU_SPECS)
+    assert len(cards_of("all")) == len(GPU_SPECS)
     with pytest.raises(ConfigError, match="unknown GPU"):
-        _cards(["h101"])
+        cards_of(["h101"])
     for wrong in ((0,), (-1,), (), tuple(range(1, 12)), (10**6,)):
         with pytest.raises(ConfigError, match="--counts"):
-            _counts(wrong)
+            counts_of(wrong)
 
 
 def test_weights_that_are_larger_than_a_card_are_not_simulated_whole() -> None:

@@ -83,6 +83,7 @@ _AT_LEAST_ONE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length",
     "steps_per_generation", "lora_r", "num_iterations",
 )  # fmt: skip
+_NOT_BOTH = (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval"))  # training_args.py
 _TRUTHS = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")  # string_to_bool of hf_argparser.py
 
 
@@ -191,6 +192,9 @@ class KeyTable:
         if isinstance(name := values.get("reward_funcs"), str):  # TRL reads a text as a list of its letters
             listed = f"reward_funcs: [{name[:60]}]"
             yield f"reward_funcs must be a list of names; got the text {quoted(name)}; write {listed}"
+        for pair in _NOT_BOTH:
+            if all(values.get(name) is True for name in pair):
+                yield f"{' and '.join(pair)} cannot both be true: leave one of them out"
         for name in _AT_LEAST_ONE:
             value = values.get(name)
             if name in self.keys and isinstance(value, int) and value < 1:

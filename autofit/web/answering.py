@@ -13,7 +13,7 @@ from typing import cast
 
 import yaml
 
-from autofit.api.card_advice import USUAL
+from autofit.api.arguments import USUAL
 from autofit.api.checking import Check
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event
