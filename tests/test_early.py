@@ -1,6 +1,7 @@
 """What is told before TRL is imported: keys, values and files, in the words of the inspection."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,36 @@ def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
     assert said.endswith(
         "max_completion_length must be a whole number or null; got the text 'abc'; lora_r must be 1 or more; got 0"
     )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "said"),
+    [("grpo", "max_seq_lenght", "'max_seq_length' is an older name of 'max_length', which is a key of `trl sft`, "
+      "`trl dpo`, `trl reward`; of a completion max_completion_length is the limit"),
+     ("grpo", "torch_dtyp", "'torch_dtype' is called 'dtype' here: use 'dtype'"),
+     ("sft", "num_generation", "'num_generations' is a key of `trl grpo`")],
+)  # fmt: skip
+def test_a_misspelt_key_of_another_release_or_trainer_is_told_by_the_name_that_is_meant(
+    kept: Path, trainer: str, key: str, said: str
+) -> None:
+    keep_keys(trainer)
+    assert f"unknown key {key!r}; {said}" in (early_refusal(trainer, {key: 512}) or "")
+
+
+def test_a_wrong_change_is_told_as_the_options_and_not_as_the_files(kept: Path) -> None:
+    keep_keys("grpo")
+    source = read_source({"model_name_or_path": "a/b", "dataset_name": "a/b", "num_generations": 4})
+
+    def said(changes: dict[str, object], **own: object) -> str:
+        given = replace(source, values={**source.values, **own})
+        with pytest.raises(ConfigError) as error:
+            registry.check_source_early(given, trainer="grpo", device="sim:t4", changes=changes)
+        return str(error.value)
+
+    assert said({"lora_rr": 8}).startswith("--set: every key must be one")
+    assert said({"learning_rate": "fast"}).startswith("--set: learning_rate must be a number")
+    assert said({"learning_rate": 1}, lora_rr=8).startswith("the recipe: ")
+    assert said({}, lora_rr=8).startswith("the recipe: ")
 
 
 def test_a_reward_in_text_hides_no_other_error(kept: Path) -> None:
