@@ -208,6 +208,7 @@ def test_with_room_for_all_samples_at_once_fsdp_adds_nothing_up(activations: int
 def test_offloading_is_tried_after_sharding() -> None:
     found = by_words(offers(Cards(states=400 * GB), ["rtx4090"]))
     assert found["8 x rtx4090"].changes.get("offload") == "parameters"
+    assert found["8 x rtx4090"].given["launch.offload"] == "parameters"  # as `--set` and a page's button take it
 
 
 def test_settings_that_fail_together_are_not_simulated() -> None:

@@ -84,6 +84,7 @@ _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, Lo
 TABLES = Path(__file__).parent / "key_tables.json"
 _COMPLETION = "max_completion_length"
 _SPOKEN = {*itertools.chain(*RENAMED), *TAKEN_BY}  # names that a misspelt key may mean, though it is not taken
+_ALIKE = 0.8  # of difflib: a letter or two of one name
 _NAMED = 4  # unknown keys that one error names
 _LISTED = 15  # choices, at most, where one of them is near to what was given
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -179,7 +180,7 @@ class KeyTable:
 
     def _meant(self, key: str) -> str | None:
         """The name that this trainer does not take, but that `key` is, or is more like than any that it takes."""
-        close = difflib.get_close_matches(key, [*self.keys, *_SPOKEN], n=1)
+        close = difflib.get_close_matches(key, [*self.keys, *_SPOKEN], n=1, cutoff=_ALIKE)
         return next((name for name in close if name not in self.keys), None)
 
     def _instead(self, key: str) -> str:
