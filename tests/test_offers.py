@@ -22,6 +22,7 @@ from rich.console import Console
 from autofit.api.card_advice import CardAdvice
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
+from autofit.forecast.ladders import ladders
 from autofit.forecast.shop import Offer, OfferVerdict, Shop, choice
 from autofit.hardware.prices import Price, prices
 from autofit.probing.host_memory import host_memory
@@ -203,6 +204,17 @@ def test_with_room_for_all_samples_at_once_fsdp_adds_nothing_up(activations: int
     assert changes["sharding"] == "fsdp2"
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps", SYNC_EACH_BATCH)
     assert [changes.get(name) for name in sizes] == ([8, 1, None] if undivided else [None, None, True])
+
+
+def test_gradients_are_reduced_in_each_micro_batch_by_the_trainers_own_key() -> None:
+    """verl takes no accelerator_config, and was tried with it."""
+    own = recipe()
+    keys = replace(own.keys, unreduced="waits")
+    ours = replace(own, keys=keys, resolved={**own.resolved, "waits": True})
+    sharded = with_launch(ours, Launch(ranks=8, sharding="fsdp1"))
+    rungs = [rung for ladder in ladders(sharded, "sim:h100") for rung in ladder]
+    assert not any("accelerator_config" in rung.values for rung in rungs)
+    assert any(rung.changes.get("waits") is False for rung in rungs)
 
 
 def test_offloading_is_tried_after_sharding() -> None:

@@ -17,14 +17,15 @@ from autofit.errors import at_least_one, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.folding import Folding
 from autofit.forecast.shop import STEPS, Choice, Offer, OfferVerdict, Shop, choice
-from autofit.frontends.writing import own_words
+from autofit.frontends.writing import own_words, wrong_with
 from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list
 from autofit.probing.result import ProbeResult
 from autofit.recipe.launch import Launch
 from autofit.recipe.launching import launch_options
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.profile import profile
+from autofit.recipe.recipe import Recipe, spread
 from autofit.space.traits import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds
 
@@ -206,11 +207,20 @@ class CardAdvice(Shown):
 
     def _how(self, offer: Offer) -> str:
         changed = self._changed(offer)
-        if not changed:
-            return ""
         launched = {f"launch.{key}" if key in Launch.__slots__ else key: value for key, value in changed.items()}
-        own = own_words(self.recipe.foreign, launched)
-        return f", with {self._changes(offer)} ({offer.tier})" + (f", in your file: {own}" if own else "")
+        cards, foreign = self._cards(offer), self.recipe.foreign
+        own = own_words(foreign, {**cards, **launched})
+        words = f", with {self._changes(offer)} ({offer.tier})" if changed else ""
+        refused = next(iter(wrong_with(foreign, {**cards, **launched})), "") if cards else ""
+        return words + (f", in your file: {own}" if own else "") + (f" (error: {refused})" if refused else "")
+
+    def _cards(self, offer: Offer) -> dict[str, object]:
+        """The number of cards as a change, where it is another one and the recipe's tool reads it from the file."""
+        launch = self.recipe.launch
+        if offer.count == launch.ranks or not profile(self.recipe.trainer).own_launch:
+            return {}
+        machines = spread(self.recipe, offer.count).launch.machines
+        return {"launch.ranks": offer.count, **({"launch.machines": machines} if machines != launch.machines else {})}
 
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch
@@ -283,7 +293,8 @@ def advise(
     )  # fmt: skip
     with estimator(asked, silent) as made:
         batch = made.recipe.effective_batch_size
-        tell(Event(text=f"{made.recipe.model} on {len(chosen)} cards x {', '.join(map(str, numbers))}, "
+        kinds = f"{len(chosen)} kind{'s' if len(chosen) > 1 else ''} of card"
+        tell(Event(text=f"{made.recipe.model} on {kinds} x {', '.join(map(str, numbers))}, "
                         f"effective batch {batch}"))  # fmt: skip
         for note in made.recipe.notes:
             tell(Event(label="note", text=note))

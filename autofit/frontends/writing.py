@@ -149,7 +149,7 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     if not own:
         return Changed(source=source, changes=changes, unknown=unknown)
     path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
-    text = _edited(source, {key: changes[key] for key in own})
+    text = _edited(source.foreign, {key: changes[key] for key in own})
     try:
         foreign = read(path, text=text, ranks=ranks)
     except ConfigError as error:
@@ -234,7 +234,7 @@ def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[
             raise ConfigError(f"{source.what}, read as a file of {VERL.name}: {said}")
         return True
     try:
-        foreign = read(path, text=_edited(source, {key: changes[key]}), ranks=ranks)
+        foreign = read(path, text=_edited(source.foreign, {key: changes[key]}), ranks=ranks)
     except UnknownKeyError as error:
         unknown[key] = str(error).partition(f"{source.foreign['tool']}: ")[2]
         return False
@@ -253,9 +253,9 @@ def _launch_of(source: Source) -> dict[str, object]:
     return {key: value for key, value in source.launch.items() if key != "num_processes"}
 
 
-def _edited(source: Source, own: Mapping[str, object]) -> str:
+def _edited(origin: Mapping[str, object], own: Mapping[str, object]) -> str:
     """The text of the file that a recipe was, with these keys of its tool."""
-    path, text, tool = Path(str(source.foreign["path"])), str(source.foreign["text"]), source.foreign["tool"]
+    path, text, tool = Path(str(origin["path"])), str(origin["text"]), origin["tool"]
     edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if tool == VERL.name else _in_script
     for key, value in own.items():
         text = edit(text, key, value)
@@ -338,6 +338,14 @@ def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> 
         where = "the environment" if key.startswith(_ENV) else "its launch" if key.startswith(_LAUNCH) else ""
         others.append(f"{name} {value} ({f'in {where}' if where else f'{foreign.tool} has no key for it'})")
     return in_own_keys(foreign, said), others
+
+
+def wrong_with(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[str, ...]:
+    """What the tool refuses of the file that a recipe was, with these changes that it has keys for."""
+    own, _ = own_changes(origin, changes)
+    return explain(
+        Path(str(origin["path"])), text=_edited(origin, own), ranks=cast("int | None", origin["ranks"])
+    ).wrong
 
 
 def _flat(changes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
