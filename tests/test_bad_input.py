@@ -50,7 +50,7 @@ def change(path: Path, **changes: object) -> Path:
         ({"reward_funcs": "accuracy_reward"}, r"write reward_funcs: \[accuracy_reward\]"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
         ({"env": ["A=1"]}, "env"),
-        ({"fp16": True, "bf16": True}, "fp16 and bf16"),
+        ({"fp16": True, "bf16": True}, "bf16 and fp16"),
         ({"lora_r": -1}, "lora_r must be 1 or more"),
     ],
 )

@@ -194,7 +194,7 @@ def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little(
 def test_weights_of_float32_are_named_where_a_recipe_does_not_fit() -> None:
     over = check(result(CARD.capacity_bytes + GB), weights_bytes=32 * GB)
     assert str(over).splitlines()[1] == (
-        "the weights are float32, as a model is loaded whose `dtype` is not given: 32.00 GB for 8.00 B parameters; "
+        "`dtype` is not set, so the weights are loaded in float32: 32.00 GB for 8.00 B parameters; "
         "dtype: bfloat16 takes half of that"
     )
     assert over.to_dict()["float32_weights_bytes"] == 32 * GB

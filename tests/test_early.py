@@ -1,6 +1,7 @@
 """What is told before TRL is imported: keys, values and files, in the words of the inspection."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ WRONG: list[dict[str, Any]] = [
     {"lr_scheduler_type": 7}, {"lora_target_modules": 5}, {"gradient_checkpointing_kwargs": [1]}, {"bf16": {}},
     {"model_name_or_path": 5}, {"env": "A=1"}, {"save_strategy": ["no"]}, {"learning_rate": [1e-5]},
     {"max_grad_norm": "abc", "lora_rr": 8}, {"save_total_limit": "many"}, {"save_total_limit": "1.5"},
-    {"optim": "adamw_8bitt"}, {"dtype": "bf16"}, {"trainer": "sft"},
+    {"optim": "adamw_8bitt"}, {"dtype": "bf16"}, {"trainer": "sft"}, {"bf16": True, "fp16": True},
+    {"bf16_full_eval": True, "fp16_full_eval": True},
 ]  # fmt: skip
 RIGHT: list[dict[str, Any]] = [
     {"learning_rate": "1e-5"}, {"learning_rate": 1}, {"gradient_accumulation_steps": "4"}, {"use_peft": "yes"},
@@ -89,6 +91,36 @@ def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
     assert said.endswith(
         "max_completion_length must be a whole number or null; got the text 'abc'; lora_r must be 1 or more; got 0"
     )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "said"),
+    [("grpo", "max_seq_lenght", "'max_seq_length' is an older name of 'max_length', which is a key of `trl sft`, "
+      "`trl dpo`, `trl reward`; of a completion max_completion_length is the limit"),
+     ("grpo", "torch_dtyp", "'torch_dtype' is called 'dtype' here: use 'dtype'"),
+     ("sft", "num_generation", "'num_generations' is a key of `trl grpo`")],
+)  # fmt: skip
+def test_a_misspelt_key_of_another_release_or_trainer_is_told_by_the_name_that_is_meant(
+    kept: Path, trainer: str, key: str, said: str
+) -> None:
+    keep_keys(trainer)
+    assert f"unknown key {key!r}; {said}" in (early_refusal(trainer, {key: 512}) or "")
+
+
+def test_a_wrong_change_is_told_as_the_options_and_not_as_the_files(kept: Path) -> None:
+    keep_keys("grpo")
+    source = read_source({"model_name_or_path": "a/b", "dataset_name": "a/b", "num_generations": 4})
+
+    def said(changes: dict[str, object], **own: object) -> str:
+        given = replace(source, values={**source.values, **own})
+        with pytest.raises(ConfigError) as error:
+            registry.check_source_early(given, trainer="grpo", device="sim:t4", changes=changes)
+        return str(error.value)
+
+    assert said({"lora_rr": 8}).startswith("--set: every key must be one")
+    assert said({"learning_rate": "fast"}).startswith("--set: learning_rate must be a number")
+    assert said({"learning_rate": 1}, lora_rr=8).startswith("the recipe: ")
+    assert said({}, lora_rr=8).startswith("the recipe: ")
 
 
 def test_a_reward_in_text_hides_no_other_error(kept: Path) -> None:
@@ -213,6 +245,19 @@ def test_an_unknown_card_is_told_before_the_imports(tmp_path: Path, command: str
     recipe = tmp_path / "run.yaml"
     recipe.write_text("model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nreward_funcs: [r.f]\noutput_dir: o\n")
     assert "unknown GPU 'a100x'" in refused(command, str(recipe), "--gpu", "a100x")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--cards", "a100x", "--cards: unknown GPU 'a100x'"), ("--counts", "0", "--counts must be 1 to 8 numbers"),
+     ("--prices", "none.yaml", "none.yaml")],
+)  # fmt: skip
+def test_wrong_cards_counts_and_prices_of_advise_are_told_before_the_imports(
+    tmp_path: Path, option: str, value: str, said: str
+) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nreward_funcs: [r.f]\noutput_dir: o\n")
+    assert said in refused("advise", str(recipe), option, value)
 
 
 @pytest.mark.parametrize("name", ["out.x", "out"])

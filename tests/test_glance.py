@@ -27,6 +27,7 @@ def folder(tmp_path: Path) -> Path:
         study = optuna.create_study(study_name=name, storage=storage)
         study.set_user_attr("used", used)
         study.set_user_attr("trainer", "grpo")
+        study.set_user_attr("foreseen", [{"name": "p2"}, {"name": "p3"}] if name == "old" else [])
         for _ in range(count):
             study.ask()
     return tmp_path
@@ -57,7 +58,15 @@ def test_a_glance_says_of_a_trial_what_choosing_it_says(folder: Path, study: str
         with pytest.raises(ConfigError) as chosen:
             choose(trials, asked, RULE)
         assert glanced(folder, study, asked) == chosen.value.marked
-    assert [glanced(folder, study, asked) for asked in ("best", "leanest", "0", "p1", None)] == [""] * 5
+    assert [glanced(folder, study, asked) for asked in ("best", "leanest", "0", None)] == [""] * 4
+
+
+def test_the_points_without_a_probe_are_told_and_only_promote_takes_them(folder: Path) -> None:
+    check_names(database_of(folder), "old", "p2", takes_points=True)
+    for asked, takes in (("p2", False), ("p9", True)):
+        with pytest.raises(ConfigError, match=r"\(now p2, p3\)"):
+            check_names(database_of(folder), "old", asked, takes_points=takes)
+    assert "(now none)" in glanced(folder, "new", "p1")
 
 
 def test_what_a_glance_cannot_read_is_left_to_the_whole_way(folder: Path, tmp_path: Path) -> None:
@@ -71,7 +80,14 @@ def test_what_a_glance_cannot_read_is_left_to_the_whole_way(folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "command", [["report", "--study", "nosuch"], ["promote", "7"], ["verify", "7"], ["export", "7", "--to", "verl"]]
+    "command",
+    [
+        ["report", "--study", "nosuch"],
+        ["promote", "7"],
+        ["promote", "p7"],
+        ["verify", "7"],
+        ["export", "7", "--to", "verl"],
+    ],
 )
 def test_a_wrong_name_is_told_before_the_imports(folder: Path, command: list[str]) -> None:
     said = refused(*command, "--dir", str(folder))

@@ -229,7 +229,7 @@ def test_a_key_by_a_name_of_another_version_is_told_its_name_here(trainer: str, 
         with pytest.raises(ConfigError) as told:
             load(trainer).parse({name: 1}, overrides={})  # type: ignore[attr-defined]
         assert str(told.value) == (
-            f"every key must be one that {whose} takes ({installed()}): unknown key {name!r}, which "
+            f"every key must be one that {whose} takes ({installed()}): unknown key {name!r} "
             f"is called {other!r} here: use {other!r}"
         )
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from autofit.api.card_advice import CardAdvice
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
+from autofit.forecast.ladders import ladders
 from autofit.forecast.shop import Offer, OfferVerdict, Shop, choice
 from autofit.hardware.prices import Price, prices
 from autofit.probing.host_memory import host_memory
@@ -205,9 +206,21 @@ def test_with_room_for_all_samples_at_once_fsdp_adds_nothing_up(activations: int
     assert [changes.get(name) for name in sizes] == ([8, 1, None] if undivided else [None, None, True])
 
 
+def test_gradients_are_reduced_in_each_micro_batch_by_the_trainers_own_key() -> None:
+    """verl takes no accelerator_config, and was tried with it."""
+    own = recipe()
+    keys = replace(own.keys, unreduced="waits")
+    ours = replace(own, keys=keys, resolved={**own.resolved, "waits": True})
+    sharded = with_launch(ours, Launch(ranks=8, sharding="fsdp1"))
+    rungs = [rung for ladder in ladders(sharded, "sim:h100") for rung in ladder]
+    assert not any("accelerator_config" in rung.values for rung in rungs)
+    assert any(rung.changes.get("waits") is False for rung in rungs)
+
+
 def test_offloading_is_tried_after_sharding() -> None:
     found = by_words(offers(Cards(states=400 * GB), ["rtx4090"]))
     assert found["8 x rtx4090"].changes.get("offload") == "parameters"
+    assert found["8 x rtx4090"].given["launch.offload"] == "parameters"  # as `--set` and a page's button take it
 
 
 def test_settings_that_fail_together_are_not_simulated() -> None:
@@ -459,15 +472,15 @@ def test_no_figure_is_cut_off_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_every_usual_card_is_known_and_wrong_names_and_counts_are_refused() -> None:
-    from autofit.api.card_advice import USUAL, _cards, _counts
+    from autofit.api.arguments import USUAL, cards_of, counts_of
 
     assert set(USUAL) <= set(GPU_SPECS)
-    assert len(_cards("all")) == len(GPU_SPECS)
+    assert len(cards_of("all")) == len(GPU_SPECS)
     with pytest.raises(ConfigError, match="unknown GPU"):
-        _cards(["h101"])
+        cards_of(["h101"])
     for wrong in ((0,), (-1,), (), tuple(range(1, 12)), (10**6,)):
         with pytest.raises(ConfigError, match="--counts"):
-            _counts(wrong)
+            counts_of(wrong)
 
 
 def test_weights_that_are_larger_than_a_card_are_not_simulated_whole() -> None:

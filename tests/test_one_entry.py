@@ -16,7 +16,7 @@ from recipes import grpo_recipe
 from search_driver import plan
 
 from autofit import fake_gpu, jobs
-from autofit.api.card_advice import _cards
+from autofit.api.arguments import cards_of
 from autofit.cluster import slurm
 from autofit.cluster.executor import executor_of, read_executor
 from autofit.cluster.scheduler import Cluster, cluster_of
@@ -284,7 +284,7 @@ def test_a_card_of_one_entry_is_simulated_chosen_told_and_listed(monkeypatch: py
         monkeypatch.setitem(specs._BY_PLAIN_NAME, specs._plain(name), spare)
     assert choose_device_and_target("auto", "spare-48gb", None)[0] == "sim:spare-48gb"
     assert card_of("NVIDIA Spare 48GB") == (spare, "")
-    assert spare in _cards("all")
+    assert spare in cards_of("all")
     assert rates_name(spare) == "l40s"
     assert "spare-48gb were not measured" in str(stand_in(spare))
     with fake_gpu("spare-48gb") as gpu:

@@ -10,7 +10,7 @@ from autofit.api.reading import read_recipe
 from autofit.errors import ConfigError
 from autofit.frontends.reading import explain, read
 from autofit.frontends.trl_recipe import HANDBOOK, OPEN_R1, tool_of
-from autofit.frontends.writing import source_of, written
+from autofit.frontends.writing import OwnFile, own_words, source_of, written
 from autofit.probing.fork_server import ForkServer
 
 GRPO = """# Model arguments
@@ -119,6 +119,29 @@ def test_a_script_that_is_given_such_a_recipe_reads_it_so_and_lays_its_arguments
     told = explain(script)
     assert told is not None
     assert "x 7 ranks = 112" in dict(told.lines)["effective batch"]
+
+
+def test_a_script_of_trl_comes_back_with_its_comments_its_older_names_and_other_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "# mine\naccelerate launch --num_processes 1 sft.py \\\n  --model_name_or_path a/b \\\n"
+        "  --torch_dtype float32 `# older` \\\n  --per_device_train_batch_size 8 \\\n"
+        "  --gradient_checkpointing \\\n  --output_dir out  # here\necho done\n"
+    )
+    changes = {"per_device_train_batch_size": 2, "dtype": "bfloat16", "gradient_checkpointing": False,
+               "accelerator_config.split_batches": True}  # fmt: skip
+    assert written(path, changes) == (
+        "# mine\naccelerate launch --num_processes 1 sft.py \\\n  --model_name_or_path a/b \\\n"
+        "  --torch_dtype bfloat16 `# older` \\\n  --per_device_train_batch_size 2 \\\n"
+        "  --gradient_checkpointing false \\\n  --output_dir out \\\n"
+        "    --accelerator_config '{\"split_batches\": true}'  # here\necho done\n"
+    )
+    origin = source_of(path).foreign
+    assert (
+        own_words(origin, {"dtype": "bfloat16", "env": {"A": "1"}})
+        == "--torch_dtype bfloat16, A 1 (in the environment)"
+    )
+    assert OwnFile.of(origin, changes).command == "bash"
 
 
 def test_explain_says_the_batch_and_what_stands_for_the_data(tmp_path: Path) -> None:

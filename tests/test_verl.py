@@ -17,7 +17,9 @@ import yaml
 from at_once import probed
 from probed_anew import probed_anew
 from rank_peaks import real_peaks
+from recipes import grpo_recipe
 
+from autofit.api.card_advice import CardAdvice
 from autofit.api.reading import source_of
 from autofit.api.verl import Export, VerlLog, export_of, read_log, rows_of
 from autofit.errors import ConfigError
@@ -25,10 +27,11 @@ from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import adapter_bytes
 from autofit.forecast.advice import cheapest_changes
+from autofit.forecast.shop import Offer, OfferVerdict
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_settings import Settings
-from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, own_text, own_words
+from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, own_text, own_words, wrong_with
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
@@ -557,6 +560,27 @@ def test_a_trial_of_a_verl_config_is_overrides_behind_the_users_command(tmp_path
     told = str(Export(trial=0, whole=False, overrides={}, changes=("data: " + "a few words " * 12,)))
     assert all(line.startswith("#") and len(line) < 80 for line in told.splitlines()), "no word is broken at 80 columns"
     assert str(export_of(record, 0, {}, "study")) == "# the trial changes nothing of the config"
+
+
+def test_another_number_of_gpus_is_said_in_verls_keys_and_its_batch_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script(QWEN))
+    origin = origin_of(path)
+    assert own_words(origin, {"launch.ranks": 4}) == "trainer.n_gpus_per_node=4"
+    several = {"launch.ranks": 16, "launch.machines": 2}
+    assert own_words(origin, several) == "trainer.n_gpus_per_node=8 trainer.nnodes=2"
+    path.write_text(script({**QWEN, f"{ROLLOUT}.tensor_model_parallel_size": 8}))
+    (refused,) = wrong_with(origin_of(path), {"launch.ranks": 4})
+    assert "must divide the 4 GPUs" in refused
+    assert wrong_with(origin, {"launch.ranks": 4}) == ()
+    recipe = replace(grpo_recipe(world_size=8), trainer="verl", foreign=origin)
+    made = [
+        Offer(card="h100", count=count, capacity_bytes=80 * GIB, verdict=OfferVerdict.FITS, device_used_bytes=GIB)
+        for count in (4, 8)
+    ]
+    told = [str(CardAdvice(recipe=recipe, offers=(one,), prices={})) for one in made]
+    assert "in your file: trainer.n_gpus_per_node=4" in " ".join(told[0].split())
+    assert "n_gpus_per_node" not in told[1]
 
 
 # -- a log ------------------------------------------------------------------------------------------------------------

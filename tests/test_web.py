@@ -898,9 +898,24 @@ def test_what_is_applied_together_is_undone_together_since_one_alone_would_chang
         page.goto(page.url)
         page.reload()
         assert page.evaluate("merged()") == {"micro": 4, "accumulation": 2}
+        page.get_by_label("Card", exact=True).select_option("rtx4090")
+        for line in (NO_FIT, {**CARD, "card": "h100", "set": {"dtype": "bfloat16"}}):
+            page.evaluate("(line) => hear(line)", line)
+        page.get_by_role("button", name="Use h100").click()  # the card, and the change with which it fits
+        assert page.evaluate("merged()") == {"micro": 4, "accumulation": 2, "dtype": "bfloat16"}
+        page.evaluate("(line) => hear(line)", NO_FIT)
+        expect(undo).to_have_accessible_name("Undo dtype: bfloat16, h100 in place of rtx4090")
+        undo.click()
+        assert page.evaluate("[field('card').value, merged()]") == ["rtx4090", {"micro": 4, "accumulation": 2}]
         page.get_by_label("Model", exact=True).fill(MODEL)
         page.get_by_label("Training", exact=True).select_option("sft-full")
         expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
+        page.evaluate("start.hidden = false")
+        page.get_by_role("button", name="DPO, Qwen3-4B").click()  # an example shows what it chose
+        chosen = page.evaluate("['model', 'method', 'card'].map((id) => field(id).value)")
+        assert chosen == ["Qwen/Qwen3-4B", "dpo-lora", "rtx4090"]
+        page.get_by_label("Training", exact=True).select_option("sft-full")
+        assert "beta" not in recipe.input_value()
         recipe.fill("trl sft --model_name_or_path b")
         assert page.evaluate("merged()") == {}
 

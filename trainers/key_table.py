@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import difflib
 import hashlib
+import itertools
 import json
 import sys
 import typing
@@ -23,6 +24,7 @@ from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, neare
 from autofit.files import cache_folder, read_json, write_json
 from autofit.frontends.reading import refusal
 from autofit.plugin.fields import Kind, is_one_of, kinds, readable
+from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import TAKEN_BY, TRAINERS
 
 from .names import installed, is_trls, renamed, script_name
@@ -68,14 +70,21 @@ def instead(key: str, known: Collection[str]) -> str | None:
     return f" is a key of {whose}; in TRL it is {ours}" if ours in known or ours == option("trainer") else None
 
 
-def _of_others(key: str) -> str:
-    """The key of other trainers that is like `key`, to be appended to its name; "" where there is none."""
-    close = difflib.get_close_matches(key, TAKEN_BY, n=1)
-    return f"; {close[0]!r} is a key of {', '.join(f'`trl {name}`' for name in TAKEN_BY[close[0]])}" if close else ""
+def _of_others(key: str, known: Collection[str]) -> str:
+    """Which other trainers take `key`, to be appended to its name; "" where none does."""
+    name = renamed(key, TAKEN_BY) or key
+    if name not in TAKEN_BY:
+        return ""
+    older = "" if name == key else f" is an older name of {name!r}, which"
+    limit = f"; of a completion {_COMPLETION} is the limit" if name == "max_length" and _COMPLETION in known else ""
+    return f"{older} is a key of {', '.join(f'`trl {trainer}`' for trainer in TAKEN_BY[name])}{limit}"
 
 
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
 TABLES = Path(__file__).parent / "key_tables.json"
+_COMPLETION = "max_completion_length"
+_SPOKEN = {*itertools.chain(*RENAMED), *TAKEN_BY}  # names that a misspelt key may mean, though it is not taken
+_ALIKE = 0.8  # of difflib: a letter or two of one name
 _NAMED = 4  # unknown keys that one error names
 _LISTED = 15  # choices, at most, where one of them is near to what was given
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -83,6 +92,7 @@ _AT_LEAST_ONE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length",
     "steps_per_generation", "lora_r", "num_iterations",
 )  # fmt: skip
+_NOT_BOTH = (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval"))  # training_args.py
 _TRUTHS = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")  # string_to_bool of hf_argparser.py
 
 
@@ -145,14 +155,14 @@ class KeyTable:
         known = {key: value for key, value in values.items() if key in self.keys}
         wrong = [*self._wrong_kinds(known), *self._wrong_values(known)]
         if unknown:
-            each = "; ".join(f"unknown key {key!r}{self._instead(key) or _of_others(key)}" for key in unknown[:_NAMED])
+            each = "; ".join(f"unknown key {key!r}{self._instead(key)}" for key in unknown[:_NAMED])
             more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs {option('trainer')} module:object"
             hint = more if len(unknown) > _NAMED else ""
             if len(unknown) == len(values) and not any(map(self._instead, unknown)):
                 named = ", ".join(map(quoted, unknown[:_NAMED]))
                 raise ConfigError(f"none of its keys ({named}) is one of TRL's, or of a tool whose files are read")
             whose = f"`trl {self.trainer} --config`" if is_trls(self.trainer) else f"the trainer {self.trainer}"
-            strange = not all(map(self._instead, unknown))
+            strange = not all(map(self._own, unknown))
             guessed = strange and self.trainer == TRAINERS[0] and not any(key in TAKEN_BY for key in values)
             other = f"; no key says another trainer than {self.trainer}: {option('trainer')} does" if guessed else ""
             first = f"every key must be one that {whose} takes ({installed()}): {each}{hint}{other}"
@@ -162,13 +172,25 @@ class KeyTable:
         if wrong:
             raise ConfigError("; ".join(wrong))
 
+    def _own(self, key: str) -> str:
+        """What takes the place of `key` in this trainer, to be appended to its name; "" where nothing does."""
+        if (new := renamed(key, self.keys)) is not None:
+            return f" is called {new!r} here: use {new!r}"
+        return instead(key, self.keys) or ("" if self._meant(key) else nearest(key, self.keys))
+
+    def _meant(self, key: str) -> str | None:
+        """The name that this trainer does not take, but that `key` is, or is more like than any that it takes."""
+        close = difflib.get_close_matches(key, [*self.keys, *_SPOKEN], n=1, cutoff=_ALIKE)
+        return next((name for name in close if name not in self.keys), None)
+
     def _instead(self, key: str) -> str:
-        new, other = renamed(key, self.keys), instead(key, self.keys)
-        if other is not None and new is None:
-            return other
-        if new is not None:
-            return f", which is called {new!r} here: use {new!r}"
-        return nearest(key, self.keys)
+        """As `_own`, or what the name that is meant is."""
+        if own := self._own(key):
+            return own
+        meant = self._meant(key) or key
+        if not (about := self._own(meant) or _of_others(meant, self.keys)):
+            return nearest(key, self.keys)
+        return about if meant == key else f"; {meant!r}{about}"
 
     def _wrong_kinds(self, values: Mapping[str, object]) -> typing.Iterator[str]:
         for name, value in values.items():
@@ -191,6 +213,9 @@ class KeyTable:
         if isinstance(name := values.get("reward_funcs"), str):  # TRL reads a text as a list of its letters
             listed = f"reward_funcs: [{name[:60]}]"
             yield f"reward_funcs must be a list of names; got the text {quoted(name)}; write {listed}"
+        for pair in _NOT_BOTH:
+            if all(values.get(name) is True for name in pair):
+                yield f"{' and '.join(pair)} cannot both be true: leave one of them out"
         for name in _AT_LEAST_ONE:
             value = values.get(name)
             if name in self.keys and isinstance(value, int) and value < 1:

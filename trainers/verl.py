@@ -328,6 +328,7 @@ class VerlTrainer(LoopTrainer):
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
         packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
         scored="log_prob_micro_batch_size_per_gpu", referred="ref_log_prob_micro_batch_size_per_gpu",
+        unreduced="use_no_sync_for_gradient_accumulation",
     )  # fmt: skip
 
     @property

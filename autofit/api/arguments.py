@@ -14,11 +14,17 @@ from autofit.api.events import Event, OnEvent, silent
 from autofit.cluster.executor import Executor, executor_given
 from autofit.cluster.scheduler import check_commands
 from autofit.errors import AutofitError, ConfigError, Option, nearest, option
+from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.files import cannot_write, check_is_own
+from autofit.recipe.launch import MOST_RANKS
 from autofit.units import parse_bytes, parse_frac, parse_seconds
 
 T = TypeVar("T")
 FOLDER = "autofit-studies"
+USUAL = ("rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200")  # that are rented most, one of each kind
+COUNTS = (1, 2, 4, 8)
+ALL = "all"
+_MOST_COUNTS = 8
 _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 
 
@@ -123,3 +129,29 @@ def executor_asked(given: str | Mapping[str, object] | Executor | None, *, debug
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{option(name)} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}")
+
+
+def cards_of(given: Sequence[str] | str | None) -> list[GpuSpec]:
+    """The cards in an argument such as a100-80gb,h100; None: those that are rented most. Raises ConfigError."""
+    if given == ALL:
+        return sorted(GPU_SPECS.values(), key=lambda spec: (spec.capacity_bytes, spec.half_flops_per_s))
+    names = USUAL if given is None else given.split(",") if isinstance(given, str) else given
+    try:
+        found = {spec.name: spec for name in names if name.strip() for spec in [gpu_spec(name.strip())]}
+    except UnknownGpuError as error:
+        raise ConfigError(f"{option('cards')}: {error}") from error
+    if not found:
+        raise ConfigError(f"{option('cards')} must name at least one card, for example a100-80gb,h100")
+    return list(found.values())
+
+
+def counts_of(given: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of cards in an argument. Raises ConfigError for none, too many, or one that cannot be."""
+    found = tuple(dict.fromkeys(given))
+    wrong = [n for n in found if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_RANKS]
+    if wrong or not found or len(found) > _MOST_COUNTS:
+        raise ConfigError(
+            f"{option('counts')} must be 1 to {_MOST_COUNTS} numbers of cards from 1 to {MOST_RANKS}, for example "
+            f"1,2,4,8; got {wrong[0] if wrong else len(found)}"
+        )
+    return found

@@ -8,30 +8,27 @@ from rich.box import HORIZONTALS
 from rich.markup import escape
 from rich.table import Table
 
-from autofit.api.arguments import named_as_arguments
+from autofit.api.arguments import COUNTS, cards_of, counts_of, named_as_arguments
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given
 from autofit.api.tables import Shown
-from autofit.errors import ConfigError, at_least_one, option
-from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
+from autofit.errors import at_least_one, option
+from autofit.fakegpu.specs import gpu_spec
 from autofit.folding import Folding
 from autofit.forecast.shop import STEPS, Choice, Offer, OfferVerdict, Shop, choice
-from autofit.frontends.writing import own_words
+from autofit.frontends.writing import own_words, wrong_with
 from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list
 from autofit.probing.result import ProbeResult
-from autofit.recipe.launch import MOST_RANKS, Launch
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import launch_options
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.profile import profile
+from autofit.recipe.recipe import Recipe, spread
 from autofit.space.traits import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds
 
-USUAL = ("rtx4090", "l40s", "a100-40gb", "a100-80gb", "h100", "h200", "b200")  # that are rented most, one of each kind
-COUNTS = (1, 2, 4, 8)
-ALL = "all"
-_MOST_COUNTS = 8
 _NVLINK = 50e9  # bytes/s between cards, which PCIe does not reach and every NVLink here does
 
 
@@ -210,11 +207,20 @@ class CardAdvice(Shown):
 
     def _how(self, offer: Offer) -> str:
         changed = self._changed(offer)
-        if not changed:
-            return ""
         launched = {f"launch.{key}" if key in Launch.__slots__ else key: value for key, value in changed.items()}
-        own = own_words(self.recipe.foreign, launched)
-        return f", with {self._changes(offer)} ({offer.tier})" + (f", in your file: {own}" if own else "")
+        cards, foreign = self._cards(offer), self.recipe.foreign
+        own = own_words(foreign, {**cards, **launched})
+        words = f", with {self._changes(offer)} ({offer.tier})" if changed else ""
+        refused = next(iter(wrong_with(foreign, {**cards, **launched})), "") if cards else ""
+        return words + (f", in your file: {own}" if own else "") + (f" (error: {refused})" if refused else "")
+
+    def _cards(self, offer: Offer) -> dict[str, object]:
+        """The number of cards as a change, where it is another one and the recipe's tool reads it from the file."""
+        launch = self.recipe.launch
+        if offer.count == launch.ranks or not profile(self.recipe.trainer).own_launch:
+            return {}
+        machines = spread(self.recipe, offer.count).launch.machines
+        return {"launch.ranks": offer.count, **({"launch.machines": machines} if machines != launch.machines else {})}
 
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch
@@ -275,7 +281,7 @@ def advise(
     Raises ConfigError for a recipe, a card, a count or a price that cannot be.
     """
     tell = on_event or silent
-    chosen, numbers = _cards(cards), _counts(counts)
+    chosen, numbers = cards_of(cards), counts_of(counts)
     at_least_one("parallel", parallel)
     listed = price_list(prices)
     _, launch = launch_options(gpu=None, accelerate_config=accelerate_config, num_processes=num_processes, gpus=None)
@@ -287,7 +293,8 @@ def advise(
     )  # fmt: skip
     with estimator(asked, silent) as made:
         batch = made.recipe.effective_batch_size
-        tell(Event(text=f"{made.recipe.model} on {len(chosen)} cards x {', '.join(map(str, numbers))}, "
+        kinds = f"{len(chosen)} kind{'s' if len(chosen) > 1 else ''} of card"
+        tell(Event(text=f"{made.recipe.model} on {kinds} x {', '.join(map(str, numbers))}, "
                         f"effective batch {batch}"))  # fmt: skip
         for note in made.recipe.notes:
             tell(Event(label="note", text=note))
@@ -309,30 +316,6 @@ def advise(
         recipe=made.recipe, offers=found, prices={s.name: listed[s.name] for s in chosen if s.name in listed},
         missing=tuple(row for s in chosen for count in numbers if (row := (s.name, count)) not in done),
     )  # fmt: skip
-
-
-def _cards(given: Sequence[str] | str | None) -> list[GpuSpec]:
-    if given == ALL:
-        return sorted(GPU_SPECS.values(), key=lambda spec: (spec.capacity_bytes, spec.half_flops_per_s))
-    names = USUAL if given is None else given.split(",") if isinstance(given, str) else given
-    try:
-        found = {spec.name: spec for name in names if name.strip() for spec in [gpu_spec(name.strip())]}
-    except UnknownGpuError as error:
-        raise ConfigError(f"{option('cards')}: {error}") from error
-    if not found:
-        raise ConfigError(f"{option('cards')} must name at least one card, for example a100-80gb,h100")
-    return list(found.values())
-
-
-def _counts(given: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(dict.fromkeys(given))
-    wrong = [n for n in found if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_RANKS]
-    if wrong or not found or len(found) > _MOST_COUNTS:
-        raise ConfigError(
-            f"{option('counts')} must be 1 to {_MOST_COUNTS} numbers of cards from 1 to {MOST_RANKS}, for example "
-            f"1,2,4,8; got {wrong[0] if wrong else len(found)}"
-        )
-    return found
 
 
 def _name(card: str, count: int) -> dict[str, object]:

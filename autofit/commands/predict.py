@@ -75,12 +75,18 @@ def _look_at(options: argparse.Namespace) -> None:
 
 
 def advise(options: argparse.Namespace) -> int:
+    from autofit.api.arguments import cards_of, counts_of
+    from autofit.hardware.prices import prices
+
+    cards_of(options.cards)
+    counts = counts_of(_numbers(options.counts))
+    prices(options.prices)  # all this before imports of seconds
     look_early(options, device="sim:")
     from autofit import api
 
     terminate_like_interrupt()
     found = api.advise(
-        options.recipe, cards=options.cards, counts=_numbers(options.counts), prices=options.prices,
+        options.recipe, cards=options.cards, counts=counts, prices=options.prices,
         trainer=options.trainer, changes=settings(options.set), prompt_tokens=options.prompt_tokens,
         accelerate_config=options.accelerate_config, num_processes=options.num_processes,
         deadline=options.deadline, parallel=options.parallel, on_event=hears,

@@ -214,7 +214,7 @@ def export(options: argparse.Namespace) -> int:
 def promote(options: argparse.Namespace) -> int:
     where = executor_option(options)
     read_guards(options.guards)
-    check_names(database_of(options.dir.absolute()), options.study, options.trial)  # all this before imports of seconds
+    check_names(database_of(options.dir.absolute()), options.study, options.trial, takes_points=True)
     from autofit import api
 
     terminate_like_interrupt()

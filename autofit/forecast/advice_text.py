@@ -41,9 +41,10 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
         or nbytes < max(_FLOAT32 * count, _MATTERS_FRAC * capacity_bytes)
     ):
         return []
+    unset = "" if recipe.values.get("dtype") else "`dtype` is not set, so "
     return [
-        f"the weights are float32, as a model is loaded whose `dtype` is not given: {format_bytes(nbytes)} for "
-        f"{count / 1e9:.2f} B parameters; dtype: bfloat16 takes half of that"
+        f"{unset}the weights are loaded in float32: {format_bytes(nbytes)} for {count / 1e9:.2f} B parameters; "
+        "dtype: bfloat16 takes half of that"
     ]
 
 

@@ -136,7 +136,10 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
         changes = dict(levers.changes(at))
         values, tier = merge(changed.values, levers.changes(at, yaml=True)), levers.tier(at)
     if leaner and launch.sharding.startswith("fsdp") and _keeps_gradients(values, recipe):
-        values, changes[SYNC_EACH_BATCH] = merge(values, {SYNC_EACH_BATCH: True}), True
+        reduced: dict[str, object] = {SYNC_EACH_BATCH: True}
+        if recipe.keys.unreduced is not None:
+            reduced = {recipe.keys.unreduced: False}
+        values, changes = merge(values, reduced), changes | reduced
     if (leaner or launch.sharding != recipe.launch.sharding) and launch.sharding == "fsdp2" and _in_integers(values):
         changes[QUANT_STORAGE] = storage = "float16" if values.get("fp16") else "bfloat16"
         values = merge(values, {QUANT_STORAGE: storage})
@@ -159,6 +162,8 @@ def _in_integers(values: Mapping[str, object]) -> bool:
 def _keeps_gradients(values: Mapping[str, object], recipe: Recipe) -> bool:
     """Whether whole gradients are held between two micro-batches, and can be kept from it."""
     micro_batches = values.get(recipe.keys.accumulation, recipe.grad_accum_steps)
+    if recipe.keys.unreduced is not None:
+        return micro_batches != 1 and bool({**recipe.resolved, **values}.get(recipe.keys.unreduced))
     try:
         return micro_batches != 1 and not inner_value(values, SYNC_EACH_BATCH)
     except ConfigError:  # a file has the settings that it belongs to

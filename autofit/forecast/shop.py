@@ -45,6 +45,7 @@ class Offer:
     capacity_bytes: int  # of one card
     verdict: OfferVerdict
     changes: Mapping[str, object] = field(default_factory=dict)
+    given: Mapping[str, object] = field(default_factory=dict)  # as a YAML takes them: with the keys that must go (None)
     tier: Tier = TIERS[0]
     batch: Mapping[str, object] = field(default_factory=dict)  # {key: value} of one rank, which `changes` may not name
     device_used_bytes: int | None = None  # of the rank with the most; of an offer over the card, what it would need
@@ -262,7 +263,8 @@ class Shop:
         step_s = result.median_step_s
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
-            changes=rung.changes, tier=rung.tier, batch=row.batch(rung), device_used_bytes=result.device_used_bytes,
+            changes=rung.changes, given=row.given(rung), tier=rung.tier, batch=row.batch(rung),
+            device_used_bytes=result.device_used_bytes,
             cached_bytes=(result.device_used_bytes or 0) - shown_bytes(result, row.spec.capacity_bytes)[0],
             step_s=step_s,
             host_bytes=None if result.host is None or result.host.kept_bytes is None else result.host.machine_bytes,
@@ -313,6 +315,11 @@ class _Row:
         keys, values = self.recipe.keys, {**self.recipe.resolved, **rung.changes}
         others = {key: values[key] for key in (keys.scored, keys.referred) if key in values}
         return {**Batch.of(values, keys, self.recipe.world_size).to_keys(keys), **others}
+
+    def given(self, rung: Rung) -> dict[str, object]:
+        """The changes of a rung as a YAML takes them."""
+        named = {f"launch.{key}" if key in Launch.__slots__ else key: value for key, value in rung.changes.items()}
+        return {**named, **{key: None for key in self.recipe.values if key not in {*rung.values, LAUNCH}}}
 
     def missed_offloaded(self, rung: Rung) -> int | None:
         """Bytes of the rung with the recipe's own offload, where those were too many: without it there are no fewer."""

@@ -50,7 +50,7 @@ class Command:
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     conditional: bool = False
-    start: int = 0  # of its statement in the text, and where that ends
+    start: int = 0  # of its statement in the text, and where the last word of that ends
     end: int = 0
 
 
@@ -251,14 +251,14 @@ class _Scanner:
 
     def __init__(self, text: str, known: Mapping[str, str], level: int = 0) -> None:
         self.text, self.known, self.at, self.level = text, known, 0, level
-        self.start, self.end = 0, 0  # of the statement that was yielded last
+        self.start, self.end = 0, 0  # of the statement that was yielded last; a comment may follow its last word
         self.after = ""  # the separators before it
         self.added = 0  # characters of variables that were filled in
 
     def statements(self) -> Iterator[list[str]]:
         words: list[str] = []
         word: str | None = None
-        separators = ""
+        separators, end = "", 0
         while self.at < len(self.text):
             char = self.text[self.at]
             if (new := self._longer(word)) is not None:
@@ -269,12 +269,12 @@ class _Scanner:
             else:
                 if word is not None:
                     words.append(word)
-                    word = None
+                    word, end = None, self.at
                 if char in "<>":
                     words.append(char)
                     self.at += self.text.startswith("&", self.at + 1)  # 2>&1: no end of the statement
                 if char in _SEPARATORS and words:
-                    self.end, self.after, separators = self.at, separators, ""
+                    self.end, self.after, separators = end, separators, ""
                     yield _without_redirections(words)
                     words = []
                 self.at += 1
@@ -283,7 +283,8 @@ class _Scanner:
                     self.start = self.at
         if word is not None:
             words.append(word)
-        self.end, self.after = len(self.text), separators
+            end = len(self.text)
+        self.end, self.after = end, separators
         if words:
             yield _without_redirections(words)
 
@@ -415,8 +416,10 @@ class _Scanner:
     def _of_command(self, text: str) -> str:
         """What a command prints: the sum of `expr`; of all others it is not known.
 
-        The cards are NVIDIA's, so a question for NPUs has no for its answer.
+        The cards are NVIDIA's, so a question for NPUs has no for its answer. Within a command a comment stands so.
         """
+        if text.lstrip().startswith("#"):
+            return ""
         if asked := ASKS_FOR_NPUS.fullmatch(text.strip()):
             return asked[3]
         words = self._filled(text)

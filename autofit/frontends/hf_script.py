@@ -5,7 +5,7 @@ open counts as the larger: weights in float32, adapters on all linear layers, ev
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from autofit.frontends.command import (
     started_ranks,
     told_ranks,
 )
-from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines
+from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines, said
 from autofit.frontends.sharing import of_accelerate
 from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
@@ -68,6 +68,11 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
         Line("effective batch", batch_words("hf", found.values, found.ranks)),
     )
     return Explanation(tool=TOOL, lines=(*first, *lines(found)), notes=found.notes)
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{argument: value} of `changes`. Raises ConfigError for what the script is not known to take."""
+    return said(foreign, changes, {})
 
 
 def started(text: str) -> Iterator[tuple[Command, int]]:

@@ -27,9 +27,11 @@ from autofit.frontends.command import (
 from autofit.frontends.draft import Explanation, Foreign, Line
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
+from autofit.recipe.keys import RENAMED
 from autofit.recipe.launch import shipped_with_trl
 from autofit.recipe.launching import is_launch_key, launched
 from autofit.recipe.profile import OF_TRL, profile
+from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TOOL = "TRL"
@@ -149,6 +151,24 @@ def started(text: str) -> Iterator[tuple[Command, str, int]]:
                 if "swift" not in word and (match := _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)) is not None:
                     yield command, match[1], place
                     break
+
+
+def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """{argument: value} of `changes`. Raises ConfigError for what the launcher says."""
+    outside = [key for key in changes if key.partition(".")[0] in ("env", "launch")]
+    if outside:
+        raise ConfigError(f"no argument of {foreign.tool} says {outside[0]}")
+    named = in_its_names(foreign, changes)
+    whole = merge(foreign.values, named)
+    outer = dict.fromkeys(key.partition(".")[0] for key in named)
+    return {foreign.keys.get(key, key): whole.get(key) for key in outer}
+
+
+def in_its_names(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
+    """`changes` by the older names of settings that a script has: the TRL that it runs with may take no others."""
+    older = {new: old for old, new in RENAMED if old in foreign.values and new not in foreign.values}
+    parts = ((*key.partition("."), value) for key, value in changes.items())
+    return {f"{older.get(outer, outer)}{dot}{inner}": value for outer, dot, inner, value in parts}
 
 
 def _launch(before: Sequence[str], told: Told | None) -> tuple[dict[str, object], list[str]]:

@@ -222,15 +222,19 @@ def _references(config: VerlConfig) -> bool:
 
 # {key of the recipe: verl's} of those that verl derives from its batch
 _FOLLOW = ("gradient_accumulation_steps", "steps_per_generation")
+_GPUS = ("launch.ranks", "launch.machines")  # which verl's config says itself
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{verl's key: value} of changes of a recipe. Raises ConfigError for what verl has no key for."""
-    if unknown := [key for key in changes if key not in KEYS and key not in _FOLLOW]:
+    if unknown := [key for key in changes if key not in KEYS and key not in (*_FOLLOW, *_GPUS)]:
         raise ConfigError(f"{unknown[0]}: {changes[unknown[0]]} has no key in verl")
     if unshared := next(_attending_alone({**foreign.values, **changes}), None):
         raise ConfigError(unshared)
-    own = {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
+    ranks, machines = (cast("int | None", changes.get(key)) for key in _GPUS)
+    gpus = {"trainer.n_gpus_per_node": None if ranks is None else ranks // (machines or 1), "trainer.nnodes": machines}
+    own: dict[str, object] = {path: value for path, value in gpus.items() if value is not None}
+    own |= {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
     # of a key that is not in verl's config hydra must be told
     return {path if is_in_config(path) else f"++{path}": value for path, value in own.items()}
 

@@ -34,6 +34,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool
 from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
+from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
 
 
@@ -99,7 +100,8 @@ def _source(foreign: Foreign, name: str, what: str, origin: Mapping[str, object]
 # Tool -> {its key: value} for changes of a recipe that was read from a file of it. A tool's key may be a.b.
 _SAYS: dict[str, Callable[[Foreign, Mapping[str, object]], dict[str, object]]] = {
     LLAMA_FACTORY.name: llama_factory.say, AXOLOTL.name: axolotl.say, MS_SWIFT.name: ms_swift.say,
-    VERL.name: verl_recipe.say, trl_recipe.OPEN_R1: trl_recipe.say, trl_recipe.HANDBOOK: trl_recipe.say,
+    VERL.name: verl_recipe.say, trl_script.TOOL: trl_script.say, hf_script.TOOL: hf_script.say,
+    trl_recipe.OPEN_R1: trl_recipe.say, trl_recipe.HANDBOOK: trl_recipe.say,
 }  # fmt: skip
 _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl train", MS_SWIFT.name: "swift sft",
          trl_recipe.OPEN_R1: "accelerate launch YOUR_SCRIPT.py --config",
@@ -119,6 +121,7 @@ class Changed:
     source: Source
     changes: Mapping[str, object]
     unknown: Mapping[str, str] = field(default_factory=dict)
+    own: tuple[str, ...] = ()  # keys of the changes that were made in the file's text
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
@@ -126,6 +129,8 @@ class Changed:
         try:
             yield
         except UnknownKeyError as error:
+            if set(error.keys) & set(self.own):
+                raise ConfigError(error.marked.replace(self.source.what, option("set"), 1)) from error
             if not self.unknown:
                 raise
             raise ConfigError(
@@ -149,7 +154,7 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     if not own:
         return Changed(source=source, changes=changes, unknown=unknown)
     path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
-    text = _edited(source, {key: changes[key] for key in own})
+    text = _edited(source.foreign, {key: changes[key] for key in own})
     try:
         foreign = read(path, text=text, ranks=ranks)
     except ConfigError as error:
@@ -158,7 +163,7 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     assert foreign is not None, path
     made = _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
     rest = {key: value for key, value in changes.items() if key not in own}
-    return Changed(source=made, changes=rest, unknown=unknown)
+    return Changed(source=made, changes=rest, unknown=unknown, own=tuple(own))
 
 
 _COMMAND = Path("the command")  # where a command is given itself, and no script
@@ -234,7 +239,7 @@ def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[
             raise ConfigError(f"{source.what}, read as a file of {VERL.name}: {said}")
         return True
     try:
-        foreign = read(path, text=_edited(source, {key: changes[key]}), ranks=ranks)
+        foreign = read(path, text=_edited(source.foreign, {key: changes[key]}), ranks=ranks)
     except UnknownKeyError as error:
         unknown[key] = str(error).partition(f"{source.foreign['tool']}: ")[2]
         return False
@@ -253,9 +258,9 @@ def _launch_of(source: Source) -> dict[str, object]:
     return {key: value for key, value in source.launch.items() if key != "num_processes"}
 
 
-def _edited(source: Source, own: Mapping[str, object]) -> str:
+def _edited(origin: Mapping[str, object], own: Mapping[str, object]) -> str:
     """The text of the file that a recipe was, with these keys of its tool."""
-    path, text, tool = Path(str(source.foreign["path"])), str(source.foreign["text"]), source.foreign["tool"]
+    path, text, tool = Path(str(origin["path"])), str(origin["text"]), origin["tool"]
     edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if tool == VERL.name else _in_script
     for key, value in own.items():
         text = edit(text, key, value)
@@ -293,11 +298,14 @@ def written(
     if foreign is None:
         raise ConfigError(f"{path} is no file of another tool")
     own = in_own_keys(foreign, changes)
+    if foreign.tool == trl_script.TOOL:
+        changes = trl_script.in_its_names(foreign, changes)
     edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if foreign.tool == VERL.name else _in_script
     for key, value in own.items():
         text = edit(text, key, value)
     again = read(path, text=text, ranks=ranks)
-    wanted = {key: value for key, value in {**foreign.values, **changes}.items() if not key.startswith(_LAUNCH)}
+    changes = {key: value for key, value in changes.items() if not key.startswith(_LAUNCH)}
+    wanted = {**dict.fromkeys(changes), **merge(foreign.values, changes)}
     wrong = [] if again is None else [
         key for key, value in wanted.items()
         if again.values.get(key) != value and (key in changes or key not in again.fixed)  # the launch may fix a key
@@ -313,13 +321,17 @@ def written(
 def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> str:
     """`cutoff_len: 1024, optim: sgd`: changes of a recipe in the keys of the file that it was; "" if it was none.
 
-    Those of verl stand as overrides, `a.b=1 a.c=2`, to paste behind its command.
+    Those of verl stand as overrides, `a.b=1 a.c=2`, to paste behind its command, and those of a script as arguments.
     """
     if not origin:
         return ""
     own, others = own_changes(origin, changes)
     if origin["tool"] == VERL.name:
         parts = [" ".join(override(key, value) for key, value in own.items())] if own else []
+    elif Path(str(origin["path"])).suffix in SCRIPTS:
+        set_here = " ".join(f"--{key} {_words(value)}" for key, value in own.items() if value is not None)
+        parts = [set_here, *(f"without --{key}" for key, value in own.items() if value is None)]
+        parts = list(filter(None, parts))
     else:
         parts = [f"{key}: {_flow(value)}" for key, value in own.items()]
     return ", ".join((*parts, *others))
@@ -338,6 +350,14 @@ def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> 
         where = "the environment" if key.startswith(_ENV) else "its launch" if key.startswith(_LAUNCH) else ""
         others.append(f"{name} {value} ({f'in {where}' if where else f'{foreign.tool} has no key for it'})")
     return in_own_keys(foreign, said), others
+
+
+def wrong_with(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[str, ...]:
+    """What the tool refuses of the file that a recipe was, with these changes that it has keys for."""
+    own, _ = own_changes(origin, changes)
+    return explain(
+        Path(str(origin["path"])), text=_edited(origin, own), ranks=cast("int | None", origin["ranks"])
+    ).wrong
 
 
 def _flat(changes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -454,10 +474,10 @@ def _in_script(text: str, key: str, value: object) -> str:
     if command is None:
         raise ConfigError(ms_swift.NOT_STARTED)
     start, end = command.start, command.end
-    words = value if isinstance(value, list) else [value]
-    shown = " ".join(_shell(word) for word in words)
-    given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-){_WORD})*")
+    shown = _words(value)
+    given = re.compile(rf"(?<=\s)--{re.escape(key)}(?:=|(?:\s|\\\n)+)(?!--){_WORD}(?:(?:[ \t]|\\\n)+(?!-|`#){_WORD})*")
     places = list(given.finditer(text, start, end))
+    places = places or list(re.compile(rf"(?<=\s)--{re.escape(key)}(?=\s|$)").finditer(text, start, end))  # a flag
     if value is None:
         for found in reversed(places):
             text = text[: found.start()] + text[found.end() :]
@@ -486,6 +506,11 @@ def _in_verls_script(text: str, key: str, value: object) -> str:
 def override(key: str, value: object) -> str:
     """`a.b=8`, as hydra takes it in a shell."""
     return shlex.quote(f"{key}={'null' if value is None else _flow(value)}")
+
+
+def _words(value: object) -> str:
+    """The words of a command line that say `value`; a list is one word each."""
+    return " ".join(map(_shell, value if isinstance(value, list) else [value]))
 
 
 def _shell(value: object) -> str:

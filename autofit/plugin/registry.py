@@ -142,13 +142,21 @@ def check_early(
     source: Source, values: Mapping[str, object], *, trainer: str, device: str, changed: Sequence[str],
     prompt_tokens: int | None,
 ) -> None:  # fmt: skip
-    """Raise ConfigError where the early check of `trainer` refuses `values`: the recipe without its launch."""
+    """Raise ConfigError where the early check of `trainer` refuses `values`: the recipe without its launch.
+
+    What is refused of `changed` keys alone is told as that option's.
+    """
     inspection = _inspection(values, device, changed, prompt_tokens)
     for point in entry_points(group=EARLY_GROUP, name=trainer):
+        check = point.load()
         try:
-            point.load()(trainer, opened(values), inspection)
+            check(trainer, opened(values), inspection)
         except ConfigError as error:
-            raise error.within(source.what) from error
+            try:
+                check(trainer, opened({key: values[key] for key in values if key not in changed}), inspection)
+            except ConfigError:
+                raise error.within(source.what) from error
+            raise error.within(option("set") if changed else source.what) from error
 
 
 def _inspection(

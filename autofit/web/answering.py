@@ -13,7 +13,7 @@ from typing import cast
 
 import yaml
 
-from autofit.api.card_advice import USUAL
+from autofit.api.arguments import USUAL
 from autofit.api.checking import Check
 from autofit.api.estimating import Asked, estimator
 from autofit.api.events import Event
@@ -162,7 +162,7 @@ def card_told(offer: Offer, spec: GpuSpec, price: Price | None, recipe: Recipe) 
         "used_bytes": offer.shown_bytes, "capacity_bytes": offer.capacity_bytes, "step_s": offer.step_s,
         "over": offer.is_lower_bound, "samples_per_s": offer.samples_per_s, "usd_per_hour": offer.usd_per_hour,
         "usd_per_1000_steps": offer.usd_per_1000_steps, "tier": offer.tier if offer.changes else "",
-        "words": words if offer.changes else "", "reason": offer.reason,
+        "words": words if offer.changes else "", "set": dict(offer.given), "reason": offer.reason,
         "price": None if price is None else f"{price.source}, {price.date}", "unit": samples_word(recipe.resolved),
     }  # fmt: skip
 

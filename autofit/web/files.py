@@ -18,9 +18,10 @@ from autofit.web.simulator import Question
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A question, and the words of its button."""
+    """A question, the words of its button, and the training that the page shows as chosen."""
 
     words: str
+    method: str
     question: Question
 
 
@@ -28,7 +29,9 @@ class Example:
 def examples() -> tuple[Example, ...]:
     """The examples, in the order of the page."""
     content = yaml.safe_load((resources.files("autofit.web") / "examples.yaml").read_text(encoding="utf-8"))
-    return tuple(Example(words=one.pop("words"), question=Question.from_json(one)) for one in content)
+    return tuple(
+        Example(words=one.pop("words"), method=one.pop("method"), question=Question.from_json(one)) for one in content
+    )
 
 
 File = tuple[str, bytes]  # (its type, its bytes)
@@ -50,7 +53,8 @@ def _page() -> File:
     text = _text("index.html").replace("<!--cards-->", "\n".join(options)).replace("<!--models-->", "\n".join(models))
     buttons = (
         f'<li><button type="button" data-text="{escaped(one.question.text)}" data-card="{escaped(one.question.card)}" '
-        f'data-tokens="{one.question.tokens or ""}">{escaped(one.words)}</button></li>'
+        f'data-method="{escaped(one.method)}" data-tokens="{one.question.tokens or ""}">'
+        f"{escaped(one.words)}</button></li>"
         for one in examples()
     )
     text = text.replace("<!--examples-->", "\n".join(buttons))

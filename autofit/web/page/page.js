@@ -4,7 +4,7 @@
 const field = (id) => document.getElementById(id);
 const FIELDS = ["text", "config", "card", "tokens", "count", "sharing", "trainer"];
 const status = field("status"), said = field("said"), answer = field("answer"), cards = field("cards"), start = field("start");
-let changes = [], asking = null, verdict = null, rows = [], generated = "";
+let changes = [], cardsBefore = [], asking = null, verdict = null, rows = [], generated = "";
 
 // -- pieces -----------------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ function recipe(model, method) {
 
 function write() {
   const text = field("text"), model = field("model").value.trim() || field("model").placeholder;
-  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own, or an example: only its model is changed
+  if (text.value.trim() !== "" && text.value !== generated) {  // the user's own: only its model is changed
     const own = text.value.replace(/^model_name_or_path:.*$/m, `model_name_or_path: ${model}`);
     if (field("model").value.trim() && own !== text.value) text.value = own;
     else say("The recipe below stays as it is: change it there, or empty it to begin with a model.", "wrong");
@@ -79,8 +79,10 @@ function write() {
 }
 
 function example(chosen) {
-  for (const id of ["model", "count", "sharing", "config", "trainer"]) field(id).value = "";
-  field("text").value = chosen.text;
+  for (const id of ["count", "sharing", "config", "trainer"]) field(id).value = "";
+  field("text").value = generated = chosen.text;
+  field("model").value = chosen.text.match(/^model_name_or_path: (.*)$/m)[1];
+  field("method").value = chosen.method;
   field("card").value = chosen.card;
   field("tokens").value = chosen.tokens;
   changes = [];
@@ -247,8 +249,8 @@ function showNotes() {
 
 function applied() {  // one alone would change the batch: what was applied together is undone together, the last first
   const items = changes.map((set, place) => {
-    const words = Object.entries(set).map(([key, value]) => `${key}: ${plain(value)}`).join(", ");
-    const undo = element("button", "Undo", {type: "button", "aria-label": `Undo ${words}`, onclick: () => { changes.pop(); again(); }});
+    const words = Object.entries(set).map(([key, value]) => `${key}: ${plain(value)}`).concat(cardsBefore[place] ? `${field("card").value} in place of ${cardsBefore[place]}` : []).join(", ");
+    const undo = element("button", "Undo", {type: "button", "aria-label": `Undo ${words}`, onclick: takeBack});
     return element("li", [element("code", words), " ", place === changes.length - 1 ? undo : ""]);
   });
   return items.length ? element("div", [element("p", "Changed:", {class: "small soft"}), element("ul", items, {class: "applied"})]) : "";
@@ -261,8 +263,22 @@ function again() {
   field("result").focus({preventScroll: innerWidth >= 720});
 }
 
-function apply(set) {
+function apply(set, before = "") {
   changes.push(set);
+  cardsBefore[changes.length - 1] = before;  // the card, where the change came with another one
+  again();
+}
+
+function take(card, set = {}) {
+  const before = field("card").value;
+  field("card").value = card;
+  if (Object.keys(set).length) apply(set, before);
+  else again();
+}
+
+function takeBack() {
+  changes.pop();
+  field("card").value = cardsBefore[changes.length] || field("card").value;
   again();
 }
 
@@ -281,7 +297,7 @@ function showAdvice(advice) {
     const other = advice.card, words = other.smaller ? "A smaller card would do" : "As it is, it runs on";
     parts.push(element("ul", element("li", [
       element("p", `${words}: ${other.full_name}, ${gb(other.used_bytes)} of ${gb(other.capacity_bytes)}${other.step_s ? `, ${seconds(other.step_s)} a step` : ""}`),
-      element("button", "Use it", {type: "button", "aria-label": `Use it: ${other.name}`, onclick: () => { field("card").value = other.name; again(); }}),
+      element("button", "Use it", {type: "button", "aria-label": `Use it: ${other.name}`, onclick: () => take(other.name)}),
     ]), {class: "changes"}));
   }
   if (!parts.length) parts.push(element("p", "Nothing that was tried is faster.", {class: "soft"}));
@@ -385,7 +401,7 @@ function showCards() {
     const marks = [row === cheapest ? "cheapest" : "", row === fastest ? "fastest" : ""].filter(Boolean);
     const words = row.words ? `${row.words}${row.tier ? ` (${row.tier})` : ""}` : row.reason, kind = row === cheapest ? "winner" : null;
     const use = row.card === field("card").value ? "" : element("button", "Use", {type: "button", "aria-label": `Use ${row.card}`,
-      class: "use", onclick: () => { field("card").value = row.card; again(); }});
+      class: "use", onclick: () => take(row.card, row.set)});
     const figures = element("tr", [
       element("th", [`${row.count > 1 ? `${row.count} x ` : ""}${row.card} `, use, ...marks.flatMap((mark) => [" ", element("span", mark, {class: "tag"})])], {scope: "row"}),
       element("td", [element("span", row.verdict, {class: row.verdict === "fits" ? "good" : "bad"}), element("br"), row.used_bytes === null ? "" : `${(row.used_bytes / 1e9).toFixed(1)} of ${gb(row.capacity_bytes)}`]),
