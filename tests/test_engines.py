@@ -1,9 +1,8 @@
 """Rollout engines in forecasts, and against published throughputs."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +85,7 @@ def test_the_sizes_of_a_config_are_read_from_every_architecture_of_the_catalogue
     for name in names():
         entry = architecture(name)
         assert entry is not None
-        text = cast("Mapping[str, Any]", entry.config.get("text_config", entry.config))
+        text = entry.text_config
         decoder = Decoder.of(text)
         mlp = 3 if decoder.gated else 2
         experts = decoder.experts * decoder.intermediate + decoder.shared_intermediate

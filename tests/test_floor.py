@@ -56,7 +56,7 @@ def test_of_several_ranks_nothing_is_told(launch: dict[str, object], known: bool
     (tmp_path / "run.yaml").write_text(json.dumps({**SEVEN, **launch}))
     source = read_source(tmp_path / "run.yaml")
     found = check_source_early(source, trainer="sft", device="sim:t4", changes={}, prompt_tokens=64)
-    assert bool(found) == known
+    assert bool(found.held_bytes) == known
 
 
 @pytest.mark.parametrize("more", [[], ["--stream"], ["--json"]])

@@ -5,10 +5,9 @@ update. What is not certain (adapters, experts that no token takes, a vision tow
 """
 
 from collections.abc import Mapping
-from typing import cast
 
 from autofit.plugin.protocol import Inspection
-from autofit.recipe.catalogue import Architecture, Config, architecture
+from autofit.recipe.catalogue import Architecture, architecture
 from autofit.recipe.launch import is_on
 
 from .key_table import kept_table
@@ -66,15 +65,11 @@ def held(trainer: str, values: Mapping[str, object], inspection: Inspection) -> 
 
 def _parameters(model: Architecture, *, scores: bool) -> int:
     """The model's parameters, without a head of its own where the trainer replaces that by one that scores."""
-    config = {**model.config, **_text(model)}
+    config = {**model.config, **model.text_config}
     if not scores or config.get("tie_word_embeddings", True):
         return model.parameters
     return model.parameters - int(str(config["vocab_size"])) * int(str(config["hidden_size"]))
 
 
 def _trains_in_part(model: Architecture) -> bool:
-    return "vision_config" in model.config or any(_text(model).get(key) for key in _EXPERTS)
-
-
-def _text(model: Architecture) -> Config:
-    return cast(Config, model.config.get("text_config", model.config))
+    return "vision_config" in model.config or any(map(model.text_config.get, _EXPERTS))

@@ -166,22 +166,21 @@ def sees(config: Any) -> bool:
 def vision_of(config: Any, model: str) -> Vision:
     """What the model of `config`, by name `model`, sees."""
     kind, vision = config.model_type, config.vision_config
+    in_made_up = kind not in _TEXT_FIRST
     if kind in _GRIDS:
         least, most = _limits(model)
         patch = vision.patch_size
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         return Grid(
             patch=patch, merge=vision.spatial_merge_size, values=channels * vision.temporal_patch_size * patch**2,
-            least_pixels=least, most_pixels=most, in_made_up=kind not in _TEXT_FIRST,
+            least_pixels=least, most_pixels=most, in_made_up=in_made_up,
         )  # fmt: skip
     patches = (vision.image_size // vision.patch_size) ** 2 if kind in _TILES or kind in _SQUARES else 0
     if kind in _TILES:
         return Squares(side=vision.image_size, each=patches // config.scale_factor**2, splits=True)
     if kind in _SQUARES:
         each = getattr(config, "mm_tokens_per_image", None) or patches
-        return Squares(
-            side=vision.image_size, each=each, token_types=_SQUARES[kind], in_made_up=kind not in _TEXT_FIRST
-        )
+        return Squares(side=vision.image_size, each=each, token_types=_SQUARES[kind], in_made_up=in_made_up)
     return Unknown(kind=kind)
 
 

@@ -206,7 +206,7 @@ class Asked:
         """What the recipe holds with those libraries."""
         if self.libraries is None or asked is None:
             return None
-        tell(Event(text=f"simulating it with the trl {self.libraries.version('trl')} of {self.libraries.path}"))
+        tell(Event(text=f"simulating it with {self.libraries}"))
         return run_with(self.libraries, asked, made.folder / "libraries", deadline_s=made.deadline_s)
 
     def then(self, recipe: Recipe) -> Then | None:

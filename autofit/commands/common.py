@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autofit.api.events import Event
     from autofit.api.tables import Shown
     from autofit.cluster.executor import Executor
+    from autofit.plugin.registry import Looked
 
 
 class LaunchArguments(TypedDict):
@@ -162,11 +163,10 @@ def settings(given: Sequence[str]) -> dict[str, object]:
     return changes
 
 
-def look_early(options: argparse.Namespace, *, device: str) -> Mapping[str, int]:
+def look_early(options: argparse.Namespace, *, device: str) -> "Looked":
     """Raise ConfigError for a key, a value or a file of the recipe that is told in milliseconds.
 
-    The API finds the same, after its imports. `device` is "sim:" for a simulated card. Returns {what: bytes} that the
-    training surely holds on its card; {} where nothing is certain.
+    The API finds the same, after its imports. `device` is "sim:" for a simulated card.
     """
     from autofit.frontends.writing import changed, source_of
     from autofit.plugin.registry import check_source_early

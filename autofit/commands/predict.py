@@ -61,8 +61,9 @@ def check(options: argparse.Namespace) -> int:
 def _look_at(options: argparse.Namespace) -> None:
     """Look at the card and the recipe before any heavy import, and say what is certain already."""
     _, limit_bytes = _look_at_card(options)
-    held = look_early(options, device="sim:")
+    looked = look_early(options, device="sim:")
     begin_server()
+    held = looked.held_bytes
     if sum(held.values()) <= limit_bytes or options.json:
         return
     parts = " + ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items())

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -117,25 +118,34 @@ EARLY_GROUP = "autofit.early_checks"
 BYTES_GROUP = "autofit.early_bytes"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """A recipe of which nothing is wrong that is told at once."""
+
+    trainer: str
+    read: Launched
+    inspection: Inspection
+
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """{what: bytes} that the training surely holds on its card; {} where nothing is certain."""
+        points = entry_points(group=BYTES_GROUP, name=self.trainer) if self.read.launch.is_plain else ()
+        values = opened(self.read.values)
+        return next((point.load()(self.trainer, values, self.inspection) for point in points), {})
+
+
 def check_source_early(
     source: Source, *, trainer: str | None, device: str, changes: Mapping[str, object],
     prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
-) -> Mapping[str, int]:  # fmt: skip
-    """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once.
-
-    Returns {what: bytes} that the training surely holds on its card; {} where nothing is certain.
-    """
+) -> Looked:  # fmt: skip
+    """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once."""
     values = merge(source.values, changes)
     named = trainer_for({**source.values, **changes}, trainer or source.trainer)
     read = launched(values, launch, of=profile(named), own=source.launch)
     changed = [key.partition(".")[0] for key in changes]
-    check_early(source, read.values, trainer=named, device=device, changed=changed, prompt_tokens=prompt_tokens)
-    return _held(read, trainer=named, inspection=_inspection(read.values, device, changed, prompt_tokens))
-
-
-def _held(read: Launched, *, trainer: str, inspection: Inspection) -> Mapping[str, int]:
-    points = entry_points(group=BYTES_GROUP, name=trainer) if read.launch.is_plain else ()
-    return next((point.load()(trainer, opened(read.values), inspection) for point in points), {})
+    inspection = _inspection(read.values, device, changed, prompt_tokens)
+    _check(source, read.values, trainer=named, inspection=inspection, changed=changed)
+    return Looked(trainer=named, read=read, inspection=inspection)
 
 
 def check_early(
@@ -147,6 +157,12 @@ def check_early(
     What is refused of `changed` keys alone is told as that option's.
     """
     inspection = _inspection(values, device, changed, prompt_tokens)
+    _check(source, values, trainer=trainer, inspection=inspection, changed=changed)
+
+
+def _check(
+    source: Source, values: Mapping[str, object], *, trainer: str, inspection: Inspection, changed: Sequence[str]
+) -> None:
     for point in entry_points(group=EARLY_GROUP, name=trainer):
         check = point.load()
         try:

@@ -36,6 +36,11 @@ class Architecture:
     config: Config
     parameters: int
 
+    @property
+    def text_config(self) -> Config:
+        """The part of `config` that is of the text model."""
+        return cast(Config, self.config.get("text_config", self.config))
+
 
 def names() -> tuple[str, ...]:
     """The names of all models in the catalogue, as on the hub."""

@@ -117,6 +117,9 @@ class Libraries:
             raise ConfigError(f"{option('libraries')}: TRL is installed in {quoted(str(path), 200)} as an editable "
                               "checkout; install it there as a package (pip install CHECKOUT)")  # fmt: skip
 
+    def __str__(self) -> str:
+        return f"the trl {self.version('trl')} of {self.path}"
+
     def version(self, name: str) -> str | None:
         """The version of a package there; None where it is not."""
         found = self._found.get(name)
@@ -238,16 +241,16 @@ def run_with(libraries: Libraries, asked: Asked, folder: Path, *, deadline_s: fl
             raise EnvironmentFault(
                 f"the simulation with the libraries of {libraries.path} took more than {option('deadline')} allows"
             ) from error
-    said = _said(libraries)
     try:
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         last = (folder / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         raise EnvironmentFault(
-            f"the simulation with {said} ended with the exit code {run.returncode}: {printable(''.join(last), 300)}"
+            f"the simulation with {libraries} ended with the exit code {run.returncode}: "
+            f"{printable(''.join(last), 300)}"
         ) from error
     if "error" in found:
-        raise ConfigError(f"with {said}: {found['error']}")
+        raise ConfigError(f"with {libraries}: {found['error']}")
     figures = found["figures"]
     versions = {name: known for name in TOLD if (known := libraries.version(name)) is not None}
     return Theirs(
@@ -268,10 +271,6 @@ _FIGURES = (
 
 def _size(nbytes: int | None) -> str:
     return "not known" if nbytes is None else format_bytes(nbytes)
-
-
-def _said(libraries: Libraries) -> str:
-    return f"the trl {libraries.version('trl')} of {libraries.path}"
 
 
 def _environment(links: Path) -> dict[str, str]:
