@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
+from accelerate.utils import get_max_memory
 from datasets import Dataset, load_dataset, load_from_disk
 from huggingface_hub import constants
 from transformers import (
@@ -23,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
@@ -334,22 +337,34 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     quantization = kwargs.get("quantization_config")
     if hasattr(config, "quantization_config"):  # of a checkpoint that is quantised already, which is not loaded here
         del config.quantization_config
-    if quantization is None:
-        auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
+    auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
+    on_host = not on_card or _loads_on_host()
+    if quantization is None and (auto or not on_card or is_deepspeed_zero3_enabled()):
         make = architecture.from_config if auto else architecture._from_config
-        with torch.device("cuda" if on_card and not _loads_on_host() else "cpu"), _values_of_a_checkpoint():
+        with torch.device("cpu" if on_host else "cuda"), _values_of_a_checkpoint():
             model = make(config, **options)
         model.tie_weights()  # which making one without first values leaves out
     else:
-        state = random_checkpoint(architecture, config, device="cuda" if on_card else "cpu", **options)
-        model = architecture.from_pretrained(
-            None, config=config, state_dict=state, quantization_config=quantization,
-            device_map=_device_map() if on_card else None, **options,
-        )  # fmt: skip
+        on_host = not on_card or (on_host and quantization is None)
+        model = _loaded(architecture, config, on_host=on_host, quantization_config=quantization, **options)
     if kwargs.get("use_kernels"):  # as from_pretrained does
         model.set_use_kernels(True)
     model.config._name_or_path = model_id
     return model
+
+
+def _loaded(architecture: Any, config: Any, *, on_host: bool, **options: Any) -> PreTrainedModel:
+    """A model with random weights that transformers loads as it loads a checkpoint."""
+    places = None if on_host else _device_map()
+    if places:
+        get_max_memory()  # it takes a little of each card, and device_map="auto", which TRL says, asks it first
+    saved = _concrete(_architecture(config), config)  # a reward model's head is not in the checkpoint it begins with
+    saved = saved if hasattr(saved, "_from_config") else architecture
+    kinds = {name: options[name] for name in ("dtype", "attn_implementation")}
+    state = random_checkpoint(saved, config, device="cpu" if on_host else "cuda", **kinds)
+    with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):  # threads would draw the values in any order
+        loaded = architecture.from_pretrained(None, config=config, state_dict=state, device_map=places, **options)
+    return cast("PreTrainedModel", loaded)
 
 
 def _values_of_a_checkpoint() -> AbstractContextManager[object]:
@@ -399,7 +414,7 @@ def dtype_of(asked: Any, config: Any) -> torch.dtype:
 
 
 def _device_map() -> dict[str, int] | None:
-    """Where a quantised model goes, as TRL says it: on several ranks and under DeepSpeed it says nothing.
+    """Where a model on the card goes, as TRL says it: on several ranks and under DeepSpeed it says nothing.
 
     bitsandbytes then takes the card that is this rank's, and ZeRO-3 refuses to be told.
     """
@@ -423,10 +438,11 @@ def on_host() -> Iterator[None]:
 
 
 def _loads_on_host() -> bool:
-    """Whether TRL loads the model into host memory: on several ranks, for which DDP or FSDP moves it to the card."""
-    from accelerate import DistributedType, PartialState
+    """Whether TRL loads the model into host memory: on several ranks, for which DDP, FSDP or DeepSpeed moves it.
 
-    return _STAYS.get() or PartialState().distributed_type == DistributedType.MULTI_GPU
+    ZeRO-3 takes each weight to the card as the model is made.
+    """
+    return _STAYS.get() or (_device_map() is None and not is_deepspeed_zero3_enabled())
 
 
 def _cpu_wanted() -> bool:

@@ -234,6 +234,8 @@ class FakeGpu:
     def parameter_registered(self, module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
         if value is not None:
             self.memory.mark(value, "weights")
+            if self.layers is not None:
+                self.layers.weight_registered(module, name, value)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._optimizers.add(optimizer)

@@ -103,6 +103,12 @@ class LayerRecorder:
         else:  # the layers of a known stack, each now inside a module of FSDP1
             self._follow(child, Tag.decode(known).stack)
 
+    def weight_registered(self, module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
+        """torch's hook on every `module.name = parameter`: a weight that is loaded into a layer is that layer's."""
+        code = self._owner.get(module, 0)
+        if code and value is not None and not self.of(value):
+            self.give(value, code)
+
     @own_work()
     def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack) -> None:
         self.stacks.append(stack)
