@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 import transformers.modeling_utils as modeling
+from torch.utils._python_dispatch import _disable_current_modes
 
 READS_SLICES = hasattr(transformers, "PreTrainedConfig")  # transformers 5 does; older ones read tensors
 _AS_SAVED = getattr(modeling, "revert_weight_conversion", None)  # of transformers 5, which joins experts as it loads
@@ -38,6 +39,10 @@ class RandomSlice:
         return made.normal_(std=self._spread) if made.is_floating_point() and made.dim() > 1 else made
 
 
+def _without_values(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+
 def random_checkpoint(architecture: Any, config: Any, *, device: str, **options: Any) -> dict[str, Any]:
     """A state dict for `from_pretrained` of the model that `architecture` makes from `config`, without its values.
 
@@ -51,6 +56,7 @@ def random_checkpoint(architecture: Any, config: Any, *, device: str, **options:
     tied = getattr(model, "all_tied_weights_keys", {})  # {name: the weight that it shares}; empty where config unties
     weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
     if _AS_SAVED is not None:
-        weights = _AS_SAVED(model, weights)
+        with _disable_current_modes():  # thousands of experts are soon taken apart where nothing is simulated
+            weights = _AS_SAVED(model, {name: _without_values(weight) for name, weight in weights.items()})
     made = {name: RandomSlice(name, weight, device, spread) for name, weight in weights.items()}
     return made if READS_SLICES else {name: weight[...] for name, weight in made.items()}

@@ -160,10 +160,10 @@ def transformers_loading(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     ) -> torch.Tensor:
         if isinstance(source, torch.Tensor):
             tensor = source[...]
-        else:
-            shape, kind = source.get_shape(), source.get_dtype()  # type: ignore[attr-defined]
-            tensor = torch.empty(shape, dtype=_SAFETENSORS_DTYPES[kind], device="cpu")
-        return tensor.to(device=device, dtype=dtype) if device is not None or dtype is not None else tensor
+            return tensor.to(device=device, dtype=dtype) if device is not None or dtype is not None else tensor
+        shape, kind = source.get_shape(), source.get_dtype()  # type: ignore[attr-defined]
+        place = "cpu" if device is None else device  # a mapped file takes no memory of the host
+        return torch.empty(shape, dtype=dtype or _SAFETENSORS_DTYPES[kind], device=place)
 
     yield module, "_materialize_copy", materialize, "values would be read into real memory"
 
