@@ -125,6 +125,10 @@ def pytest_collection_finish() -> None:
         import mlflow_template
 
         mlflow_template.install()
+    if "autofit.fakegpu.device" in sys.modules:
+        import shared_operations
+
+        shared_operations.install()
     gc.freeze()  # collected first, 5 % of the objects would go, for a second
     gc.enable()
 
