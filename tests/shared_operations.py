@@ -17,7 +17,7 @@ _of_kinds: dict[object, Known] = {}
 
 def install() -> None:
     """From now on, cards of this process share."""
-    device.Shortcut = _Shared  # type: ignore[misc]
+    device.Shortcut = _Shared  # type: ignore[attr-defined]
 
 
 class _Shared(Shortcut):
