@@ -162,7 +162,7 @@ class PlainRun:
         chunk = values["chunk"] if self._generates else 1
         for step in range(2):
             report.step_begins(step)
-            for number in range(accumulation):
+            for number in range(1 if report.one_in_first_step and step == 0 else accumulation):
                 if number % chunk == 0:
                     ids = self._samples(model, micro * chunk, report)
                 part = ids[number % chunk * micro :][:micro]

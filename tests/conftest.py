@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from null_gpu.build import missing as no_null_gpu
 from slurm_cluster import Cluster, cluster, missing
 
 from autofit.cluster.slurm import Queue
+from autofit.plugin.lean import lean_imports
 from autofit.probing import kept_server
 from autofit.probing.fork_server import ForkServer
 
@@ -83,6 +85,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if has_slow else True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Where whole folders are collected, their imports put off what few tests use, as those of the fork server do."""
+    with lean_imports() if all(Path(each).is_dir() for each in session.config.args) else nullcontext():
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of durations.tsv as slow, but for whole cases of a capability, which the default tests have.
@@ -116,8 +125,11 @@ def pytest_collection_finish() -> None:
         import mlflow_template
 
         mlflow_template.install()
-    gc.collect()
-    gc.freeze()
+    if "autofit.fakegpu.device" in sys.modules:
+        import shared_operations
+
+        shared_operations.install()
+    gc.freeze()  # collected first, 5 % of the objects would go, for a second
     gc.enable()
 
 

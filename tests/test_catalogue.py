@@ -20,12 +20,12 @@ def shapes() -> list[catalogue.Architecture]:
 
 @pytest.mark.parametrize("entry", shapes(), ids=lambda entry: entry.name)
 def test_the_model_built_from_an_entry_has_the_published_count(entry: catalogue.Architecture) -> None:
-    import torch
+    from on_meta import on_meta
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     keys = dict(entry.config)
     auto = AutoModelForImageTextToText if "vision_config" in keys else AutoModelForCausalLM
-    with torch.device("meta"):
+    with on_meta():
         model = auto.from_config(AutoConfig.for_model(str(keys.pop("model_type")), **keys))
     assert sum(p.numel() for p in model.parameters()) == entry.parameters
     assert [type(model).__name__] == entry.config["architectures"]

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autofit.fakegpu import fake_gpu
+from autofit.fakegpu import device, fake_gpu
 from autofit.fakegpu import op_cache as cache
 from autofit.fakegpu.clock import Clock, KnownCosts
 from autofit.fakegpu.op_cache import Shortcut
@@ -40,6 +40,7 @@ def test_every_operation_of_a_training_and_a_rollout_is_described_alike(monkeypa
         return entry
 
     monkeypatch.setattr(Shortcut, "_by_meta", both)
+    monkeypatch.setattr(device, "Shortcut", Shortcut)  # which knows nothing of earlier cards
     config = LlamaConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
