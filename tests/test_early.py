@@ -98,6 +98,7 @@ def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
     [("grpo", "max_seq_lenght", "'max_seq_length' is an older name of 'max_length', which is a key of `trl sft`, "
       "`trl dpo`, `trl reward`; of a completion max_completion_length is the limit"),
      ("grpo", "torch_dtyp", "'torch_dtype' is called 'dtype' here: use 'dtype'"),
+     ("grpo", "max_prompt_lenght", "'max_prompt_length' is a key of older libraries, which is read too if"),
      ("sft", "num_generation", "'num_generations' is a key of `trl grpo`")],
 )  # fmt: skip
 def test_a_misspelt_key_of_another_release_or_trainer_is_told_by_the_name_that_is_meant(

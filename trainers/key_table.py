@@ -28,6 +28,7 @@ from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import TAKEN_BY, TRAINERS
 
 from .names import installed, is_trls, renamed, script_name
+from .older import OLDER
 
 # Keys of other tools, and arguments that only Python can give: why TRL's YAML does not take them, and what instead.
 
@@ -71,7 +72,9 @@ def instead(key: str, known: Collection[str]) -> str | None:
 
 
 def _of_others(key: str, known: Collection[str]) -> str:
-    """Which other trainers take `key`, to be appended to its name; "" where none does."""
+    """Which other trainers or older libraries take `key`, to be appended to its name; "" where none does."""
+    if key in OLDER:
+        return " is a key of older libraries, which is read too if its value is right"
     name = renamed(key, TAKEN_BY) or key
     if name not in TAKEN_BY:
         return ""
@@ -83,7 +86,7 @@ def _of_others(key: str, known: Collection[str]) -> str:
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
 TABLES = Path(__file__).parent / "key_tables.json"
 _COMPLETION = "max_completion_length"
-_SPOKEN = {*itertools.chain(*RENAMED), *TAKEN_BY}  # names that a misspelt key may mean, though it is not taken
+_SPOKEN = {*itertools.chain(*RENAMED), *TAKEN_BY, *OLDER}  # names that a misspelt key may mean, though it is not taken
 _ALIKE = 0.8  # of difflib: a letter or two of one name
 _NAMED = 4  # unknown keys that one error names
 _LISTED = 15  # choices, at most, where one of them is near to what was given
