@@ -55,7 +55,10 @@ def prepare(
         check_on_cpu(read.launch)
     elif trains:
         check_installed(read.launch)
-    check_early(source, read.values, trainer=trainer, device=device, changed=changed, prompt_tokens=prompt_tokens)
+    check_early(
+        source, read.values, trainer=trainer, device=device, changed=changed, prompt_tokens=prompt_tokens,
+        ranks=read.launch.ranks,
+    )  # fmt: skip
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
