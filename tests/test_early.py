@@ -24,7 +24,7 @@ from autofit.trainers.key_table import table_of
 from autofit.trainers.names import parser_of
 from autofit.trainers.older import modern
 from autofit.trainers.trl import keep_keys
-from autofit.trainers.trl_config import parse
+from autofit.trainers.trl_config import ON_CPU, parse
 
 TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
 WRONG: list[dict[str, Any]] = [
@@ -155,6 +155,10 @@ def test_what_keeps_the_rules_is_refused_neither_early_nor_by_trl(
     keep_keys(trainer)
     assert early_refusal(trainer, values) is None
     assert refusal(trainer, values) is None
+
+
+def test_tf32_is_no_error_where_the_recipe_is_read_without_a_card() -> None:
+    assert parse("sft", {"tf32": True, "bf16": False}, overrides=ON_CPU).resolved["tf32"] is None
 
 
 def test_whole_groups_are_counted_over_the_ranks(kept: Path) -> None:

@@ -14,6 +14,9 @@ from .key_table import KeyTable, table_of, taken_env
 from .names import is_trls, parser_of
 from .rules import whole_groups
 
+# What a recipe for a GPU needs in order to be parsed, or to run, without one.
+ON_CPU: Mapping[str, object] = {"use_cpu": True, "tf32": None}
+
 
 @dataclass(frozen=True, slots=True)
 class TrlConfig:
