@@ -45,8 +45,11 @@ def broken(values: Mapping[str, object], defaults: Mapping[str, object], ranks: 
     yield from _best_model(asked)
     if asked["eval_strategy"] == "no" and asked["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
         yield f"lr_scheduler_type {asked['lr_scheduler_type']} needs an evaluation: set eval_strategy to steps or epoch"
-    if (warmup := asked.number("warmup_steps")) is not None and warmup < 0:
-        yield f"warmup_steps must be 0 or more; got {warmup}"
+    for key in ("warmup_steps", "learning_rate", "lora_dropout"):
+        if (number := asked.number(key)) is not None and number < 0:
+            yield f"{key} must be 0 or more; got {number}"
+    if (dropout := asked.number("lora_dropout")) is not None and dropout > 1:
+        yield f"lora_dropout must be from 0 to 1; got {dropout}"
     if values.get("dataloader_prefetch_factor") is not None and asked["dataloader_num_workers"] == 0:
         yield "dataloader_prefetch_factor needs dataloader_num_workers of 1 or more; it is 0"
     yield from _losses(asked)
@@ -170,7 +173,9 @@ def _evaluated_groups(asked: _Asked, group: float, ranks: int) -> Iterator[str]:
 
 
 def _generation(asked: _Asked) -> Iterator[str]:
-    """Rules of TRL's GRPO alone: of its engine's corrections and of its log."""
+    """Rules of sampling, and of TRL's GRPO alone: of its engine's corrections and of its log."""
+    if (temperature := asked.number("temperature")) is not None and temperature <= 0:
+        yield f"temperature must be more than 0, which the log-probabilities are divided by; got {temperature}"
     if asked.values.get("log_completions_hub_repo") is not None and asked["log_completions"] is False:
         yield "log_completions_hub_repo needs log_completions: true"
     engine = "vllm_importance_sampling"
