@@ -400,7 +400,7 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
             "the teachers of distillation work on GPUs of their own (distillation.nnodes x n_gpus_per_node), which are "
             "not simulated; their log-probabilities, 8 to 12 bytes a token, are not counted"
         )
-    if catalogue.text_config(str(config.said.get(f"{M}.path"))).get("model_type") == "qwen3_next":
+    if any(key.startswith("linear_") for key in catalogue.text_config(str(config.said.get(f"{M}.path")))):
         yield (
             "linear attention runs in transformers' own operations, as where flash-linear-attention is not installed; "
             "its kernels need no more bytes, and fewer seconds"
