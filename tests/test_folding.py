@@ -161,6 +161,10 @@ def test_a_sentence_is_wrapped_between_words_and_its_options_stay_a_command() ->
     ]
     assert wrapped(line, 40)[-2:] == ["    --set dtype=bfloat16 \\", "    --set optim=adamw_8bit"]
     assert wrapped("a" * 90, 60) == ["a" * 90]
+    command = "run it with: A='one two' llamafactory-cli train /studies/promoted/lf-trial-2/lf.yaml"
+    assert wrapped(command, 60) == [
+        "run it with:", "  A='one two' llamafactory-cli train \\", "  /studies/promoted/lf-trial-2/lf.yaml",
+    ]  # fmt: skip
     assert wrapped("  tool: one two three", 15, label=8) == ["  tool: one two", "        three"]
 
 
