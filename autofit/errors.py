@@ -23,6 +23,10 @@ class AutofitError(Exception):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and notebooks show, as the command line does."""
+        return [f"{type(self).__name__}: {self}"]
+
     @property
     def marked(self) -> str:
         """The text with its options marked, for another error, or the answer of another process, to take it up."""

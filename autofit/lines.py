@@ -6,6 +6,8 @@ import textwrap
 
 _COMMANDS = ("   --set ", "   --gpu ", "   then: ")  # what follows is for a shell
 _FILE = "   in your file: "  # what follows is for the user's own file
+_RUN = "run it with: "  # what follows is a command
+_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")  # of a command
 _UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|B|s)\b)")  # the blank before it
 _HELD = "\xa0"  # a blank that no line ends with
 
@@ -24,6 +26,12 @@ def wrapped(line: str, width: int, *, label: int = 0) -> list[str]:
     if _FILE in line:
         said, _, change = line.partition(_FILE)
         return [*wrapped(said, width), *_folded(f"{indent}  {_FILE.strip()} {change}", width, indent + "    ")]
+    if _RUN in line:
+        said, _, command = line.partition(_RUN)
+        return [
+            *_folded(said + _RUN.strip(), width, indent + "  "),
+            *_joined(_WORD.findall(command), width, indent + "  "),
+        ]
     place = next((line.index(mark) for mark in _COMMANDS if mark in line), None)
     if place is None:
         return _folded(line, width, indent + "  ")

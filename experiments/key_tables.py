@@ -35,7 +35,8 @@ def tables() -> dict[str, Any]:
         modules = [name for name in sources(trainer, parser) if name.partition(".")[0] in ("trl", "transformers")]
         own = sorted(_file_of(name) for name in modules)
         files |= {file: hash_of(file) for file in own}
-        trainers[trainer] = {"files": own, "synonyms": {new: list(old) for new, old in synonyms(trainer).items()}}
+        older = {new: list(old) for new, old in synonyms(trainer).items()}
+        trainers[trainer] = {"files": own, "synonyms": older, "defaults": dict(table.defaults)}
     first = found[TRAINERS[0]]
     common = {name: number for name, number in first.items() if all(f.get(name) == number for f in found.values())}
     for trainer in TRAINERS:

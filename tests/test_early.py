@@ -1,6 +1,9 @@
 """What is told before TRL is imported: keys, values and files, in the words of the inspection."""
 
+import importlib
+import inspect
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from autofit.trainers.key_table import table_of
 from autofit.trainers.names import parser_of
 from autofit.trainers.older import modern
 from autofit.trainers.trl import keep_keys
-from autofit.trainers.trl_config import parse
+from autofit.trainers.trl_config import ON_CPU, parse
 
 TRAINERS = ("grpo", "sft", "dpo", "reward", "rloo")
 WRONG: list[dict[str, Any]] = [
@@ -84,6 +87,96 @@ def test_the_early_check_says_what_the_inspection_says(kept: Path, trainer: str)
         assert refusal(trainer, values) is None, values
 
 
+# (trainer, values, what is said, whether TRL's config refuses them too: its trainer does the others)
+BROKEN: list[tuple[str, dict[str, Any], str, bool]] = [
+    ("grpo", {"generation_batch_size": 16, "steps_per_generation": 2}, "say the same, .* got 16 and 2$", True),
+    ("grpo", {"num_generations": 1}, "num_generations must be 2 or more", True),
+    ("rloo", {"num_generations": 1}, "num_generations must be 2 or more", True),
+    ("grpo", {"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\). It is "
+     r"per_device_train_batch_size 8 x gradient_accumulation_steps 1 x ranks, and holds whole groups: change", True),
+    ("grpo", {"num_generations": 4, "generation_batch_size": 12}, "train_batch_size x ranks, 8 x 1", True),
+    ("grpo", {"num_generations": 6, "generation_batch_size": 16}, r"by num_generations \(6\). Change one", True),
+    ("grpo", {"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "3 x 1 = 3, must be divisible", True),
+    ("grpo", {"auto_find_batch_size": True}, "auto_find_batch_size must be false", True),
+    ("grpo", {"log_completions_hub_repo": "a/b"}, "needs log_completions: true", True),
+    ("grpo", {"vllm_importance_sampling_clip_min": 3, "vllm_importance_sampling_clip_max": 2}, "got 3 and 2", True),
+    ("grpo", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+     "token_truncate needs", True),
+    ("grpo", {"loss_type": "vespo", "use_vllm": True}, "it is sequence_mask", False),
+    ("sft", {"load_best_model_at_end": True}, "eval_strategy is no and save_strategy steps; make", True),
+    ("sft", {"load_best_model_at_end": True, "eval_strategy": "epoch"}, "is epoch and save_strategy steps", True),
+    ("dpo", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 30}, "got 500 and 30", True),
+    ("dpo", {"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 15},
+     "a multiple of logging_steps, which stands in for eval_steps; got 15 and 10", True),
+    ("dpo", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.3}, "got 500 and 0.3", True),
+    ("sft", {"lr_scheduler_type": "reduce_lr_on_plateau"}, "set eval_strategy to steps or epoch", True),
+    ("sft", {"learning_rate": -1.0}, "learning_rate must be 0 or more; got -1", False),
+    ("sft", {"lora_dropout": 5}, "lora_dropout must be from 0 to 1; got 5", False),
+    ("rloo", {"temperature": 0}, "temperature must be more than 0", False),
+    ("sft", {"warmup_steps": -3}, "warmup_steps must be 0 or more; got -3", True),
+    ("sft", {"dataloader_prefetch_factor": 2}, "needs dataloader_num_workers of 1 or more", True),
+    ("sft", {"logging_steps": 0}, "logging_steps must be more than 0", True),
+    ("sft", {"save_steps": 2.5}, "save_steps must be a whole number where it is more than 1; got 2.5", True),
+    ("sft", {"eval_strategy": "steps", "logging_strategy": "no", "logging_steps": 0}, "needs eval_steps", True),
+    ("sft", {"torch_empty_cache_steps": 0}, "torch_empty_cache_steps must be 1 or more", True),
+    ("sft", {"load_in_4bit": True, "load_in_8bit": True}, "cannot both be true", True),
+    ("sft", {"packing": True, "max_length": None}, "packing needs a max_length", False),
+    ("sft", {"padding_free": True}, "does not cut samples to max_length, which is 1024", False),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, r"each of loss_type \(2\); got 1", True),
+    ("dpo", {"loss_type": ["sigmoid", "sigmod"]}, "the nearest valid one is 'sigmoid'", False),
+    ("grpo", {"scale_rewards": "groups"}, "the nearest valid one is 'group'", False),
+    ("grpo", {"vllm_mode": "colocated"}, "the nearest valid one is 'colocate'", False),
+    ("sft", {"eval_strategy": False}, 'YAML reads an unquoted no as false: write "no"', True),
+]  # fmt: skip
+KEPT: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"generation_batch_size": 16}), ("grpo", {"num_generations": 3, "gradient_accumulation_steps": 3}),
+    ("grpo", {"num_generations": "8"}), ("grpo", {"scale_rewards": False}), ("rloo", {}),
+    ("grpo", {"eval_strategy": "steps", "per_device_eval_batch_size": 2, "num_generations_eval": 2}),
+    ("sft", {"load_best_model_at_end": True, "save_strategy": "best"}), ("sft", {"save_steps": 0.1}),
+    ("sft", {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}),
+    ("sft", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.1, "save_steps": 0.3}),
+    ("dpo", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 250}), ("sft", {"packing": True}),
+    ("sft", {"padding_free": True, "max_length": None}), ("sft", {"logging_strategy": "epoch", "logging_steps": 0}),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}), ("dpo", {"loss_type": "ipo"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "values", "said", "by_config"), BROKEN)
+def test_a_rule_that_several_keys_break_is_told_before_the_imports(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, trainer: str, values: dict[str, Any], said: str, by_config: bool
+) -> None:
+    keep_keys(trainer)
+    assert re.search(said, early_refusal(trainer, values) or "")
+    monkeypatch.setattr(key_table, "broken", lambda *_: ())
+    assert not by_config or refusal(trainer, values) is not None
+
+
+@pytest.mark.parametrize(("trainer", "values"), KEPT)
+def test_what_keeps_the_rules_is_refused_neither_early_nor_by_trl(
+    kept: Path, trainer: str, values: dict[str, Any]
+) -> None:
+    keep_keys(trainer)
+    assert early_refusal(trainer, values) is None
+    assert refusal(trainer, values) is None
+
+
+def test_tf32_is_no_error_where_the_recipe_is_read_without_a_card() -> None:
+    assert parse("sft", {"tf32": True, "bf16": False}, overrides=ON_CPU).resolved["tf32"] is None
+
+
+def test_whole_groups_are_counted_over_the_ranks(kept: Path) -> None:
+    keep_keys("grpo")
+    values = {"model_name_or_path": "a/b", "per_device_train_batch_size": 2}
+    check("grpo", values, replace(ASKED, ranks=4))
+    with pytest.raises(ConfigError, match=r"generation_batch_size \(6\) must be divisible by num_generations \(8\)"):
+        check("grpo", values, replace(ASKED, ranks=3))
+
+
+def test_the_losses_that_are_told_early_are_those_of_the_installed_trl() -> None:
+    source = inspect.getsource(importlib.import_module("trl.trainer.dpo_trainer"))
+    assert set(re.findall(r'if loss_type == "(\w+)"', source)) == set(key_table.DPO_LOSSES)
+
+
 def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
     keep_keys("grpo")
     said = early_refusal("grpo", {"learning_rat": 1, "max_completion_length": "abc", "lora_r": 0}) or ""
@@ -98,6 +191,7 @@ def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
     [("grpo", "max_seq_lenght", "'max_seq_length' is an older name of 'max_length', which is a key of `trl sft`, "
       "`trl dpo`, `trl reward`; of a completion max_completion_length is the limit"),
      ("grpo", "torch_dtyp", "'torch_dtype' is called 'dtype' here: use 'dtype'"),
+     ("grpo", "max_prompt_lenght", "'max_prompt_length' is a key of older libraries, which is read too if"),
      ("sft", "num_generation", "'num_generations' is a key of `trl grpo`")],
 )  # fmt: skip
 def test_a_misspelt_key_of_another_release_or_trainer_is_told_by_the_name_that_is_meant(
@@ -165,6 +259,7 @@ def test_every_default_of_trl_passes_the_early_check(kept: Path) -> None:
     for trainer in TRAINERS:
         keep_keys(trainer)
         known = parse(trainer, {}, overrides={"use_cpu": True, "bf16": False}).resolved
+        known.pop("generation_batch_size", None)  # TRL refuses it beside its steps_per_generation
         assert early_refusal(trainer, known | {"model_name_or_path": "a/b"}) is None
 
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from autofit.api.events import TrialResult
 from autofit.api.monitoring import Card, Host, Probe, Snapshot, tables_of
-from autofit.api.tables import _text_of, front_table, sensitivity_table
+from autofit.api.tables import Shown, _text_of, front_table, sensitivity_table
+from autofit.errors import ConfigError, option
 from autofit.folding import Folding
 from autofit.forecast.estimate import estimate_table
 from autofit.lines import wrapped
@@ -161,6 +162,10 @@ def test_a_sentence_is_wrapped_between_words_and_its_options_stay_a_command() ->
     ]
     assert wrapped(line, 40)[-2:] == ["    --set dtype=bfloat16 \\", "    --set optim=adamw_8bit"]
     assert wrapped("a" * 90, 60) == ["a" * 90]
+    command = "run it with: A='one two' llamafactory-cli train /studies/promoted/lf-trial-2/lf.yaml"
+    assert wrapped(command, 60) == [
+        "run it with:", "  A='one two' llamafactory-cli train \\", "  /studies/promoted/lf-trial-2/lf.yaml",
+    ]  # fmt: skip
     assert wrapped("  tool: one two three", 15, label=8) == ["  tool: one two", "        three"]
 
 
@@ -207,3 +212,23 @@ def test_the_seconds_of_a_rollout_are_not_told_as_those_of_a_phase_of_the_table(
     result = ProbeResult(status=ProbeStatus.FIT, device="sim:h100", device_used_bytes=GB, least_capacity_bytes=GB,
                          step_s=(3.0,), rollout_s=(2.0,), phases=(peak,), phase_s=phase_s)  # fmt: skip
     assert words in estimate_table(result, 32 * GB)[1]
+
+
+@pytest.mark.parametrize(("columns", "at_most"), [(80, 80), (200, 150)])
+def test_a_result_at_a_prompt_is_no_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int, at_most: int
+) -> None:
+    class Result(Shown):
+        def parts(self) -> list[Table | str]:
+            return [front(), "a sentence of five words " * 8]
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert max(map(len, str(Result()).splitlines())) > 80
+    assert repr(Result()) == str(Result())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert max(map(len, repr(Result()).splitlines())) <= max(at_most, columns)
+
+
+def test_an_error_is_one_line_in_a_notebook_too() -> None:
+    error = ConfigError(f"give {option('gpu', 'NAME')}")
+    assert error._render_traceback_() == ["ConfigError: give --gpu NAME"]

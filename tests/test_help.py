@@ -52,6 +52,9 @@ def test_the_completion_has_every_command_and_option(shell: str, capsys: pytest.
         for option in options_of(command):
             fish = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
             assert (fish if shell == "fish" else option) in text
+    assert "==SUPPRESS==" not in text
+    if shell != "bash":
+        assert "(default: 20s; 0: none)" in text, "a colon within a sentence stays one"
 
 
 @pytest.mark.parametrize(

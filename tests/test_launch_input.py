@@ -13,7 +13,7 @@ from autofit.cluster.nodes import check_count
 from autofit.errors import ConfigError
 from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import _on_machines, prepare
+from autofit.probing.prepare import on_machines, prepare
 from autofit.promotion import place
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import LaunchOptions, launch_options
@@ -199,6 +199,6 @@ def test_many_simulated_ranks_are_on_machines_of_eight_unless_more_is_said(
     ranks: int, asked: int | None, device: str, machines: int
 ) -> None:
     recipe = with_launch(grpo_recipe(world_size=ranks), Launch(ranks=ranks))
-    assert _on_machines(recipe, asked, device).launch.machines == machines
+    assert on_machines(recipe, asked, device).launch.machines == machines
     said = with_launch(recipe, Launch(ranks=ranks, machines=2))
-    assert _on_machines(said, None, device).launch.machines == 2
+    assert on_machines(said, None, device).launch.machines == 2

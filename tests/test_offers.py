@@ -29,7 +29,7 @@ from autofit.probing.host_memory import host_memory
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch
-from autofit.recipe.recipe import Recipe, inner_value, with_launch
+from autofit.recipe.recipe import Recipe, inner_value, spread, with_launch
 
 GB = 10**9
 SPACE = Path(__file__).parents[1] / "search_spaces" / "grpo.yaml"
@@ -114,6 +114,14 @@ def test_a_row_has_the_batch_of_its_ranks_and_the_table_shows_another_micro_batc
     assert text.count("the recipe as it is │") == 2
 
 
+def test_more_than_eight_cards_are_in_machines_of_eight() -> None:
+    eight, sixteen = offers(Cards(), ["h100"], counts=(8, 16))
+    assert [(row.words, row.machines) for row in (eight, sixteen)] == [("8 x h100", 1), ("2 x 8 x h100", 2)]
+    on_two = spread(recipe(), 16)
+    on_two = with_launch(on_two, replace(on_two.launch, machines=2))
+    assert [spread(on_two, ranks).launch.machines for ranks in (2, 8)] == [1, 1]
+
+
 def test_a_row_of_a_trainer_that_generates_has_its_rollout() -> None:
     row = offers(Cards(activations_a_sample=30 * GB), ["h100"], counts=(2,))[0]
     micro, accumulation, rollout = row.batch.values()
@@ -180,7 +188,7 @@ def test_of_changes_that_cannot_fit_the_first_and_the_leanest_are_simulated() ->
 def test_gradients_that_fsdp_keeps_whole_are_added_up_as_shards() -> None:
     cards = Cards(states=200 * GB, activations_a_sample=2 * GB, gradients=60 * GB)
     found = by_words(offers(cards, ["h100"], counts=(4, 8, 16), gradient_accumulation_steps=16))
-    four, eight, sixteen = found["4 x h100"], found["8 x h100"], found["16 x h100"]
+    four, eight, sixteen = found["4 x h100"], found["8 x h100"], found["2 x 8 x h100"]
     assert four.fits
     assert (four.changes["sharding"], four.changes[SYNC_EACH_BATCH]) == ("fsdp2", True)
     assert "gradient_accumulation_steps" not in four.changes

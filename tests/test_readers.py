@@ -38,7 +38,8 @@ VERL_SCRIPT = """python3 -m verl.trainer.main_ppo data.train_batch_size=64 data.
     data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \\
     actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=1 trainer.nnodes=1 \\
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 algorithm.adv_estimator=grpo
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
 """
 SWIFT = """#!/bin/bash
 # 2 * 20GiB
@@ -1191,3 +1192,30 @@ def test_a_script_of_trl_with_lora_has_its_rank_whether_it_says_it_or_not(more: 
 def test_a_script_of_trl_that_is_not_simulated_is_refused_by_name(text: str, wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=wrong):
         of_script(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "rank"),
+    [(LLAMA, "adapter_name_or_path", "lora_rank"), (AXO_LORA, "lora_model_dir", "lora_r"),
+     ({}, "adapters", "lora_rank")],
+)  # fmt: skip
+def test_adapters_to_go_on_with_are_looked_for_and_their_rank_is_read(
+    tmp_path: Path, values: dict[str, object], key: str, rank: str
+) -> None:
+    def said(name: str) -> str:
+        if not values:
+            return of_script(tmp_path, f"swift sft --model Qwen/Qwen3-4B --dataset a --adapters {name}\n").notes[-1]
+        return of_yaml(tmp_path, {**values, key: name}).notes[-1]
+
+    assert said("./gone").startswith(f"{key}: there is no folder ./gone here, without which ")
+    assert said("me/gone").endswith("looks for it on the hub")
+    adapter = tmp_path / "there"
+    adapter.mkdir()
+    assert "has no adapter_config.json" in said("./there")
+    (adapter / "adapter_config.json").write_text('{"r": 64}')
+    assert (
+        said(str(adapter))
+        == f"{key}: the adapter in {adapter} has rank 64; set {rank} to it, which is what is simulated"
+    )
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    assert "there" not in said("./there")

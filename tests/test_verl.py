@@ -35,10 +35,10 @@ from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, ow
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import prepare, worst_case_path
+from autofit.probing.prepare import _said_in_file, prepare, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.launch import LAUNCH, Launch, Sharding
-from autofit.recipe.recipe import Recipe, spread
+from autofit.recipe.recipe import Recipe, spread, with_launch
 from autofit.recipe.yaml_file import Source
 from autofit.space.knob import load_space
 from autofit.space.space import Space
@@ -96,6 +96,40 @@ def test_a_script_becomes_a_recipe_with_the_batch_of_verls_own_arithmetic(tmp_pa
     assert values["launch"]["ranks"] == 8  # type: ignore[index]
     assert values["launch"]["sharding"] == "fsdp1"  # type: ignore[index]
     TRAINER.parse({key: value for key, value in values.items() if key != "launch"})  # knows all of them
+
+
+def test_a_config_that_verl_ends_with_is_no_recipe_and_under_a_condition_it_is_told(tmp_path: Path) -> None:
+    path, wrong = tmp_path / "run_qwen.sh", {**QWEN, f"{ACTOR}.loss_agg_mode": "mean"}
+    path.write_text(script(wrong))
+    with pytest.raises(ConfigError, match=r"a file of verl: actor.loss_agg_mode must be one of .* verl refuses it"):
+        source_of(path)
+    path.write_text(script(wrong, "if [ $A = 1 ]; then B=1; else B=2; fi").replace(" $@", " trainer.save_freq=$B"))
+    assert any("actor.loss_agg_mode must be one of" in note for note in source_of(path).notes)
+
+
+def test_the_note_on_linear_attention_is_on_every_model_that_has_it() -> None:
+    def told(model: str) -> bool:
+        notes = verl_recipe.recipe({**QWEN, "actor_rollout_ref.model.path": model}).notes
+        return any("linear attention" in note for note in notes)
+
+    assert told("Qwen/Qwen3.5-4B")
+    assert told("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    assert not told("Qwen/Qwen3-8B")
+
+
+def test_other_gpus_than_the_files_are_told_in_its_keys_and_refused_where_verl_would(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script({**QWEN, f"{ROLLOUT}.tensor_model_parallel_size": 4}))
+    recipe = replace(grpo_recipe(world_size=8), trainer="verl", foreign=origin_of(path))
+
+    def on(ranks: int, machines: int = 1) -> tuple[str, ...]:
+        launch = Launch(ranks=ranks, machines=machines)
+        return _said_in_file(with_launch(recipe, launch), recipe.launch).notes
+
+    assert on(8) == recipe.notes
+    assert on(16, 2)[-1] == "the file says 8 GPUs; for 16 set trainer.n_gpus_per_node=8 trainer.nnodes=2"
+    with pytest.raises(ConfigError, match=r"run.sh with trainer.n_gpus_per_node=2: .* must divide the 2 GPUs"):
+        on(2)
 
 
 @pytest.mark.parametrize(

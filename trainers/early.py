@@ -41,7 +41,7 @@ def _check_keys(table: KeyTable, values: Mapping[str, object], inspection: Inspe
     given = overridden_by(table.synonyms, given, inspection.changed)
     if inspection.device != "cuda":
         given.pop("use_cpu", None)  # replaced, whatever it is
-    table.check(given)
+    table.check(given, ranks=inspection.ranks)
 
 
 def _is_path(name: str) -> bool:

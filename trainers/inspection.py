@@ -26,7 +26,7 @@ from .offline import (
     unknown_model,
     without_tokens,
 )
-from .trl_config import TrlConfig, parse
+from .trl_config import ON_CPU, TrlConfig, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def with_stand_ins(trainer: str, values: dict[str, object], config: TrlConfig, i
         if model != name:
             changes |= without_tokens(vars(config.training))
         values = {k: v for k, v in values.items() if k not in ("datasets", "dataset_config")}
-    return parse(trainer, values, overrides={"use_cpu": True, **changes})
+    return parse(trainer, values, overrides={**ON_CPU, **changes})
 
 
 def keep(row: Any, facts: Mapping[str, object], worst_case: WorstCase) -> None:

@@ -15,6 +15,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,8 @@ from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import TAKEN_BY, TRAINERS
 
 from .names import installed, is_trls, renamed, script_name
+from .older import OLDER
+from .rules import READ, broken
 
 # Keys of other tools, and arguments that only Python can give: why TRL's YAML does not take them, and what instead.
 
@@ -71,7 +74,9 @@ def instead(key: str, known: Collection[str]) -> str | None:
 
 
 def _of_others(key: str, known: Collection[str]) -> str:
-    """Which other trainers take `key`, to be appended to its name; "" where none does."""
+    """Which other trainers or older libraries take `key`, to be appended to its name; "" where none does."""
+    if key in OLDER:
+        return " is a key of older libraries, which is read too if its value is right"
     name = renamed(key, TAKEN_BY) or key
     if name not in TAKEN_BY:
         return ""
@@ -83,16 +88,27 @@ def _of_others(key: str, known: Collection[str]) -> str:
 _UNREADABLE = (OSError, EnvironmentFault, ConfigError, ValueError, TypeError, LookupError, AttributeError, ImportError)
 TABLES = Path(__file__).parent / "key_tables.json"
 _COMPLETION = "max_completion_length"
-_SPOKEN = {*itertools.chain(*RENAMED), *TAKEN_BY}  # names that a misspelt key may mean, though it is not taken
+_SPOKEN = {*itertools.chain(*RENAMED), *TAKEN_BY, *OLDER}  # names that a misspelt key may mean, though it is not taken
 _ALIKE = 0.8  # of difflib: a letter or two of one name
 _NAMED = 4  # unknown keys that one error names
 _LISTED = 15  # choices, at most, where one of them is near to what was given
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+_CHOICES = {  # that TRL's parser takes as any text, and its trainers refuse minutes later
+    "vllm_mode": ("server", "colocate"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "scale_rewards": ("group", "batch", "none"),
+    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+}
 _AT_LEAST_ONE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length",
-    "steps_per_generation", "lora_r", "num_iterations",
+    "steps_per_generation", "lora_r", "num_iterations", "max_length", "torch_empty_cache_steps",
 )  # fmt: skip
-_NOT_BOTH = (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval"))  # training_args.py
+_NOT_BOTH = (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval"), ("load_in_4bit", "load_in_8bit"))
 _TRUTHS = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")  # string_to_bool of hf_argparser.py
 
 
@@ -145,15 +161,16 @@ class KeyTable:
     trainer: str
     keys: Mapping[str, Key]
     synonyms: Mapping[str, Sequence[str]]  # {name: its older names that are taken too}
+    defaults: Mapping[str, object]  # of the keys that rules read
     converters: Mapping[str, Callable[[str], object] | None]
 
-    def check(self, values: Mapping[str, object]) -> None:
-        """Raise ConfigError for another tool's file, unknown keys, or values of the wrong kind."""
+    def check(self, values: Mapping[str, object], *, ranks: int | None = None) -> None:
+        """Raise ConfigError for another tool's file, unknown keys, values of the wrong kind and broken rules."""
         if (foreign := refusal(values)) is not None:
             raise ConfigError(foreign)
         unknown = [key for key in values if key not in self.keys]
         known = {key: value for key, value in values.items() if key in self.keys}
-        wrong = [*self._wrong_kinds(known), *self._wrong_values(known)]
+        wrong = [*self._wrong_kinds(known), *self._wrong_values(known)] or [*broken(known, self.defaults, ranks)]
         if unknown:
             each = "; ".join(f"unknown key {key!r}{self._instead(key)}" for key in unknown[:_NAMED])
             more = f"; {len(unknown) - _NAMED} more; a trainer of your own needs {option('trainer')} module:object"
@@ -204,12 +221,19 @@ class KeyTable:
                 yield f"{name} must be {key.words}; got {value!r}"
             choices = key.choices
             if choices and value is not None and value not in choices and str(value) not in [str(c) for c in choices]:
-                yield f"{name} must be one of {_of(choices, str(value))}"
+                quote = '; YAML reads an unquoted no as false: write "no"' if value is False and "no" in choices else ""
+                yield f"{name} must be one of {_of(choices, str(value))}{quote}"
 
     def _wrong_values(self, values: Mapping[str, object]) -> typing.Iterator[str]:
-        if values.get("loss_type", "grpo") not in LOSS_TYPES and "num_generations" in self.keys:
-            given = str(values["loss_type"])
-            yield f"loss_type must be one of {_of(LOSS_TYPES, given)}"
+        losses = LOSS_TYPES if "num_generations" in self.keys else DPO_LOSSES if "loss_weights" in self.keys else ()
+        given = values["loss_type"] if "loss_type" in values else losses[:1]
+        for name in given if isinstance(given, list | tuple) else [given]:
+            if losses and name not in losses:
+                yield f"loss_type must be one of {_of(losses, str(name))}"
+        for key, names in _CHOICES.items():
+            value = values.get(key)
+            if key in self.keys and isinstance(value, str) and value not in names:
+                yield f"{key} must be one of {_of(names, value)}"
         if isinstance(name := values.get("reward_funcs"), str):  # TRL reads a text as a list of its letters
             listed = f"reward_funcs: [{name[:60]}]"
             yield f"reward_funcs must be a list of names; got the text {quoted(name)}; write {listed}"
@@ -254,7 +278,13 @@ def table_of(trainer: str, parser: Any, synonyms: Mapping[str, Sequence[str]]) -
                     choices=None if choices is None else list(choices),
                 )  # fmt: skip
                 converters[field.name] = convert
-    return KeyTable(trainer=trainer, keys=keys, synonyms=synonyms, converters=converters)
+    defaults = {name: _default(parser, name) for name in READ if name in keys}
+    return KeyTable(trainer=trainer, keys=keys, synonyms=synonyms, defaults=defaults, converters=converters)
+
+
+def _default(parser: Any, name: str) -> object:
+    value = parser.get_default(name)
+    return str(value.value) if isinstance(value, Enum) else value
 
 
 # -- kept on disk -----------------------------------------------------------------------------------------------------
@@ -277,7 +307,9 @@ def _installed_table(trainer: str) -> KeyTable | None:
     if any(content["files"][file] != hash_of(file) for file in own["files"]):
         return None
     keys = {name: Key(**content["types"][number]) for name, number in {**content["keys"], **own["keys"]}.items()}
-    return KeyTable(trainer=trainer, keys=keys, synonyms=own["synonyms"], converters={})
+    return KeyTable(
+        trainer=trainer, keys=keys, synonyms=own["synonyms"], defaults=own["defaults"], converters={}
+    )  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -298,16 +330,19 @@ def _cached_table(trainer: str) -> KeyTable | None:
     if content is None or any(_mark(path) != mark for path, mark in content["files"].items()):
         return None
     keys = {name: Key(**key) for name, key in content["keys"].items()}
-    return KeyTable(trainer=trainer, keys=keys, synonyms=content["synonyms"], converters={})
+    return KeyTable(
+        trainer=trainer, keys=keys, synonyms=content["synonyms"], defaults=content["defaults"], converters={}
+    )  # fmt: skip
 
 
 def keep_table(table: KeyTable, parser: Any) -> None:
     """Keep `table` with a mark of every file that `parser` was made from. A full disk is ignored."""
-    made_by = {*sources(table.trainer, parser), __name__, renamed.__module__, kinds.__module__}
+    made_by = {*sources(table.trainer, parser), __name__, broken.__module__, renamed.__module__, kinds.__module__}
     found = {getattr(sys.modules.get(name), "__file__", None) for name in made_by}
     files = {path: _mark(path) for path in sorted(path for path in found if path is not None)}
     keys = {name: asdict(key) for name, key in table.keys.items()}
-    content = {"files": files, "keys": keys, "synonyms": {name: list(old) for name, old in table.synonyms.items()}}
+    synonyms = {name: list(old) for name, old in table.synonyms.items()}
+    content = {"files": files, "keys": keys, "synonyms": synonyms, "defaults": dict(table.defaults)}
     with contextlib.suppress(EnvironmentFault, OSError, TypeError):  # TypeError: a choice that JSON cannot hold
         write_json(_path(table.trainer), content)
 

@@ -28,6 +28,7 @@ _ONCE = {  # {key: the other key and its value where it is true}; where it is fa
 }
 _VALUES = {("packing_strategy", "ffd"): "bfd", ("optim", "adamw_hf"): "adamw_torch"}  # what a value is called now
 _PROMPT, _COMPLETION = "max_prompt_length", "max_completion_length"
+OLDER = frozenset({*_LEFT_OUT, *_ONCE, _PROMPT})  # beside those of another name now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

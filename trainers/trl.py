@@ -29,7 +29,7 @@ from .names import command_of, installed, one_name_each, overridden, parser_of, 
 from .offline import with_local_file
 from .older import modern
 from .rows import in_epoch, unmasked_is_larger
-from .trl_config import TrlConfig, counting, parse, plain
+from .trl_config import ON_CPU, TrlConfig, counting, parse, plain
 
 # Of samples that pack_dataset cuts from one stream, 1,000 at a time (trl/data_utils.py, _pack_wrapped).
 _RESTS = (
@@ -188,7 +188,7 @@ class TrlTrainer:
         standing_in = offline.overrides(values, folder)
         if not os.path.isdir(str({**values, **standing_in}.get("model_name_or_path"))):
             go_offline_without_a_hub()
-        device = {"use_cpu": True} if task.device == "cpu" else {}
+        device = ON_CPU if task.device == "cpu" else {}
         overrides = {**QUIET, **self.quiet, **device, **standing_in}
         config = self.parse(values, overrides={**overrides, "max_steps": task.steps, "output_dir": str(task.output)})
         config = replace(config, evaluates=evaluates({k: plain(v) for k, v in values.items()}))
@@ -244,9 +244,9 @@ def keep_keys(trainer: str) -> KeyTable:
     return table
 
 
-def device_overrides(device: str) -> dict[str, object]:
+def device_overrides(device: str) -> Mapping[str, object]:
     """{key: value} that a recipe for a GPU needs in order to be parsed, or to run, without one."""
-    return {} if device == "cuda" else {"use_cpu": True}
+    return {} if device == "cuda" else ON_CPU
 
 
 class SamplesTrainer(TrlTrainer):

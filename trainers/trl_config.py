@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
@@ -10,8 +10,12 @@ from typing import Any, NoReturn
 from autofit.errors import ConfigError
 from autofit.recipe.recipe import merge
 
-from .key_table import table_of, taken_env
+from .key_table import KeyTable, table_of, taken_env
 from .names import is_trls, parser_of
+from .rules import whole_groups
+
+# What a recipe for a GPU needs in order to be parsed, or to run, without one.
+ON_CPU: Mapping[str, object] = {"use_cpu": True, "tf32": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,11 @@ def parse(trainer: str, values: Mapping[str, object], *, overrides: Mapping[str,
     parser = parser_of(trainer)
     merged = copy.deepcopy(merge(values, overrides))  # TRL's parser changes lists in place
     os.environ.update(taken_env(merged))
-    table_of(trainer, parser, {}).check(merged)
+    table = table_of(trainer, parser, {})
+    table.check(merged)
     with _quiet_parser(parser):
         parser.set_defaults_with_config(**merged)
-        parts = _parse(trainer, parser, merged)
+        parts = _parse(table, parser, merged)
     return TrlConfig(*parts)
 
 
@@ -82,34 +87,15 @@ def counting(ranks: int) -> Iterator[None]:
         TrainingArguments.world_size = own
 
 
-def _parse(trainer: str, parser: Any, values: Mapping[str, object]) -> tuple[Any, ...]:
+def _parse(table: KeyTable, parser: Any, values: Mapping[str, object]) -> tuple[Any, ...]:
     try:
         return tuple(parser.parse_args_into_dataclasses(args=[]))
     except ConfigError:
         raise
     except (ValueError, TypeError, ImportError, NotImplementedError, OSError) as error:
-        whose = "TRL's" if is_trls(trainer) else "the"
-        said = " ".join(str(error).split()) + _split_groups(values, parser.get_default)
-        raise ConfigError(f"{whose} {trainer} config: {said}") from error
-
-
-def _split_groups(values: Mapping[str, object], default: Callable[[str], object]) -> str:
-    """What to change where a generation of one rank would end inside of a group; TRL names no key that was given."""
-    if values.get("generation_batch_size") is not None or values.get("eval_strategy") not in (None, "no", False):
-        return ""
-    accumulates = (
-        "gradient_accumulation_steps" if values.get("steps_per_generation") is None else "steps_per_generation"
-    )
-    names = ("per_device_train_batch_size", accumulates, "num_generations")
-    micro, steps, group = (values.get(name, default(name)) for name in names)
-    if not (isinstance(micro, int) and isinstance(steps, int) and isinstance(group, int)):
-        return ""
-    if group < 2 or micro * steps % group == 0:
-        return ""
-    return (
-        f" It is {names[0]} {micro} x {names[1]} {steps} x ranks, and holds whole groups: change one of the two, "
-        f"or {names[2]}"
-    )
+        whose = "TRL's" if is_trls(table.trainer) else "the"
+        said = " ".join(str(error).split()) + whole_groups(values, table.defaults)
+        raise ConfigError(f"{whose} {table.trainer} config: {said}") from error
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from autofit.probing.result import ProbeResult
 from autofit.recipe.launch import Launch
 from autofit.recipe.launching import launch_options
 from autofit.recipe.profile import profile
-from autofit.recipe.recipe import Recipe, spread
+from autofit.recipe.recipe import Recipe
 from autofit.space.traits import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds
 
@@ -219,8 +219,8 @@ class CardAdvice(Shown):
         launch = self.recipe.launch
         if offer.count == launch.ranks or not profile(self.recipe.trainer).own_launch:
             return {}
-        machines = spread(self.recipe, offer.count).launch.machines
-        return {"launch.ranks": offer.count, **({"launch.machines": machines} if machines != launch.machines else {})}
+        own = {} if offer.machines == launch.machines else {"launch.machines": offer.machines}
+        return {"launch.ranks": offer.count, **own}
 
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch

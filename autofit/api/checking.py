@@ -115,14 +115,19 @@ class Check(Predicted):
         if self.advice is None:
             return []
         lines = [
-            f"set {change.own or change.options.replace('--set ', '')} ({change.tier}): "
-            f"{format_bytes(change.shown_bytes)}{change.step_words}"
+            f"{_setting(change)}: {format_bytes(change.shown_bytes)}{change.step_words}"
             for change in self.advice.changes
         ]
         if not lines and not self.advice.came_too_late:
             tried = "was found" if self.advice.ending else "that was tried makes it fit with room to spare"
-            lines = [f"no change {tried}"]
+            closest = self.advice.closest
+            near = "" if closest is None else f"; the closest: {_setting(closest)} {closest.outcome}"
+            lines = [f"no change {tried}{near}"]
         return [*lines, *ending_words(self.advice)]
+
+
+def _setting(change: Change) -> str:
+    return f"set {change.own or change.options.replace('--set ', '')} ({change.tier})"
 
 
 def check(

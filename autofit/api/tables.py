@@ -3,6 +3,8 @@
 import html
 import io
 import math
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
@@ -14,6 +16,7 @@ from autofit.api.arguments import as_argument
 from autofit.api.events import TrialResult
 from autofit.errors import told
 from autofit.folding import Folding
+from autofit.lines import on_terminal
 from autofit.probing.result import ProbeStatus
 from autofit.space.narrow import missing_packages
 from autofit.space.traits import describe_changes, samples_word
@@ -45,17 +48,22 @@ class Shown:
     def __str__(self) -> str:
         return "\n".join(map(_text_of, self.parts()))
 
-    __repr__ = __str__  # what a Python prompt shows
+    def __repr__(self) -> str:
+        """What a Python prompt shows: on a terminal no wider than that."""
+        if not sys.stdout.isatty():
+            return str(self)
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        return "\n".join(on_terminal(_text_of(part, width), is_terminal=True) for part in self.parts())
 
     def _repr_html_(self) -> str:
         return "\n".join(html_of(part) for part in self.parts())
 
 
-def _text_of(part: Table | str) -> str:
+def _text_of(part: Table | str, width: int = WIDTH) -> str:
     if isinstance(part, str):
         return told(part, as_argument)
     # in a notebook rich would show the table there and then, and its FORCE_COLOR put escapes into the text
-    Console(file=(text := io.StringIO()), width=WIDTH, force_jupyter=False, color_system=None).print(part)
+    Console(file=(text := io.StringIO()), width=width, force_jupyter=False, color_system=None).print(part)
     return text.getvalue().rstrip("\n")
 
 

@@ -100,9 +100,11 @@ class _Word:
     def of(cls, action: argparse.Action) -> "_Word":
         from autofit.fakegpu.specs import GPU_SPECS
 
+        hidden = action.help == argparse.SUPPRESS
         cards = sorted(GPU_SPECS) if "--gpu" in action.option_strings else ()
         return cls(
-            names=action.option_strings, text=" ".join((action.help or "").split()), takes=action.nargs != 0,
+            names=action.option_strings, text="" if hidden else " ".join((action.help or "").split()),
+            takes=action.nargs != 0,
             choices=[str(choice) for choice in action.choices or cards], is_file=action.type is Path,
             again=isinstance(action, argparse._AppendAction),
         )  # fmt: skip
@@ -173,7 +175,7 @@ def _zsh(commands: Sequence[_Command]) -> Iterator[str]:
     yield '# zsh: put  eval "$(autofit completion zsh)"  into ~/.zshrc, after compinit'
     yield "_autofit() {"
     yield "    local -a commands"
-    yield f"    commands=({' '.join(_quoted(f'{c.name}:{_plain(c.text)}') for c in commands)})"
+    yield f"    commands=({' '.join(_quoted(f'{c.name}:{_parted(c.text)}') for c in commands)})"
     yield "    if (( CURRENT == 2 )); then _describe command commands; return; fi"
     yield "    local chosen=$words[2]"
     yield "    shift words; (( CURRENT-- ))"
@@ -181,7 +183,9 @@ def _zsh(commands: Sequence[_Command]) -> Iterator[str]:
     for command in commands:
         specs = [spec for option in command.options for spec in _zsh_option(option)]
         for place, argument in enumerate(command.arguments, 1):
-            specs.append(f"{place}:{_plain(argument.text)[:60]}:{_zsh_values(argument)}")
+            specs.append(
+                f"{place}:{_parted(textwrap.shorten(argument.text, 60, placeholder=' ...'))}:{_zsh_values(argument)}"
+            )
         yield f"        {command.name}) _arguments {' '.join(map(_quoted, specs))};;"
     yield "    esac"
     yield "}"
@@ -215,7 +219,12 @@ def _fish(commands: Sequence[_Command]) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """`text` without the characters that divide a completion's parts."""
-    return text.replace("%%", "%").replace("[", "(").replace("]", ")").replace(":", ",").replace("\\", "")
+    return text.replace("%%", "%").replace("[", "(").replace("]", ")").replace("\\", "")
+
+
+def _parted(text: str) -> str:
+    """`text` as a part between colons."""
+    return _plain(text).replace(":", "\\:")
 
 
 def _quoted(text: str) -> str:

@@ -386,7 +386,7 @@ class Clock:
         if dtype is torch.bfloat16:
             native = self.spec.compute_capability >= (8, 0)
             return self.spec.half_flops_per_s if native else self.spec.fp32_flops_per_s
-        tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.allow_tf32
+        tf32 = self.spec.compute_capability >= (8, 0) and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return self.spec.tf32_flops_per_s if tf32 else self.spec.fp32_flops_per_s
 
 

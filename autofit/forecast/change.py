@@ -129,7 +129,8 @@ class Trier:
         self, changes: Mapping[str, object], given: Mapping[str, object], *, tier: Tier, settings: int
     ) -> tuple[Change, ProbeResult]:
         """The change with its probe's result, and that result."""
-        self.tell(f"trying {describe_changes(changes, self.recipe.resolved)} ({tier})")
+        own = own_words(self.recipe.foreign, given)
+        self.tell(f"trying {own or describe_changes(changes, self.recipe.resolved)} ({tier})")
         result = self.probe(merge(self.recipe.values, given))
         change = Change.of(
             result,
@@ -138,7 +139,7 @@ class Trier:
             tier=tier,
             settings=settings,
             capacity_bytes=self.capacity_bytes,
-            own=own_words(self.recipe.foreign, given),
+            own=own,
         )
         self.tell(f"{change.own or change.options} {change.outcome}")
         return change, result

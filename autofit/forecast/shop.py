@@ -17,6 +17,7 @@ from autofit.forecast.ladders import Ladder, Rung, ladders
 from autofit.forecast.margin import is_tight, shown_bytes
 from autofit.hardware.hardware import Device, card_needs
 from autofit.hardware.prices import Price
+from autofit.probing.prepare import on_machines
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.findings import clashes
 from autofit.recipe.keys import TIERS, Tier
@@ -44,6 +45,7 @@ class Offer:
     count: int
     capacity_bytes: int  # of one card
     verdict: OfferVerdict
+    machines: int = 1  # that the cards are in
     changes: Mapping[str, object] = field(default_factory=dict)
     given: Mapping[str, object] = field(default_factory=dict)  # as a YAML takes them: with the keys that must go (None)
     tier: Tier = TIERS[0]
@@ -85,8 +87,9 @@ class Offer:
 
     @property
     def words(self) -> str:
-        """`2 x h100`, or `h100`."""
-        return self.card if self.count == 1 else f"{self.count} x {self.card}"
+        """`2 x h100`, `h100`, or on two machines `2 x 8 x h100`."""
+        each = self.card if self.count == 1 else f"{self.count // self.machines} x {self.card}"
+        return each if self.machines == 1 else f"{self.machines} x {each}"
 
     @property
     def step_words(self) -> str:
@@ -178,7 +181,7 @@ class Shop:
         if lacking:
             return self._none(spec, count, f"the card has no {', '.join(lacking)}")
         try:
-            recipe = spread(self.recipe, count)
+            recipe = on_machines(spread(self.recipe, count), None, f"sim:{spec.name}")
         except ConfigError as error:
             return self._none(spec, count, str(error))
         row = _Row(spec=spec, count=count, recipe=recipe)
@@ -263,7 +266,8 @@ class Shop:
         step_s = result.median_step_s
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=verdict,
-            changes=rung.changes, given=row.given(rung), tier=rung.tier, batch=row.batch(rung),
+            machines=row.recipe.launch.machines, changes=rung.changes, given=row.given(rung), tier=rung.tier,
+            batch=row.batch(rung),
             device_used_bytes=result.device_used_bytes,
             cached_bytes=(result.device_used_bytes or 0) - shown_bytes(result, row.spec.capacity_bytes)[0],
             step_s=step_s,
@@ -280,8 +284,8 @@ class Shop:
         failed = f"; not simulated: {row.problem}" if row.problem else ""
         return Offer(
             card=row.spec.name, count=row.count, capacity_bytes=row.spec.capacity_bytes, verdict=OfferVerdict.OVER,
-            changes=rung.changes, tier=rung.tier, batch=row.batch(rung), device_used_bytes=least,
-            usd_per_hour=self._usd(row.spec, row.count),
+            machines=row.recipe.launch.machines, changes=rung.changes, tier=rung.tier, batch=row.batch(rung),
+            device_used_bytes=least, usd_per_hour=self._usd(row.spec, row.count),
             reason=f"the smallest change tried needs {format_bytes(least)} a card{failed}",
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from autofit.frontends.tools import (
     asks_for_evaluation,
     deepspeed,
     keys_of,
+    note_adapters,
     take_evaluation,
     take_optimizer,
     take_quantised,
@@ -126,6 +127,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
     if ranks is not None and ranks % sharers:
         raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
+    note_adapters(draft, "lora_model_dir", "lora_r", folder)
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
 

@@ -15,6 +15,7 @@ from autofit.frontends.tools import (
     check_best_model,
     keys_of,
     launch_of,
+    note_adapters,
     take,
     take_evaluation,
     take_quantised,
@@ -107,6 +108,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     draft.ignore((*own.without_effect, "use_kt"))
     if launch or (ranks or workers or 1) > 1:
         draft.put("env", dict(GROWING_SEGMENTS))
+    note_adapters(draft, "adapter_name_or_path", "lora_rank", folder)
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 

@@ -23,7 +23,16 @@ from autofit.frontends.command import (
     visible_cards,
 )
 from autofit.frontends.draft import Draft, Foreign, Saying, number, said
-from autofit.frontends.tools import MS_SWIFT, QUANTISED, keys_of, take, take_evaluation, take_quantised, targets
+from autofit.frontends.tools import (
+    MS_SWIFT,
+    QUANTISED,
+    keys_of,
+    note_adapters,
+    take,
+    take_evaluation,
+    take_quantised,
+    targets,
+)
 from autofit.recipe.keys import weight_bits
 from autofit.recipe.yaml_file import read_yaml_mapping
 
@@ -227,6 +236,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
     swift_rules.check(draft, kind, ranks)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     strict = not draft.is_on("ignore_args_error")
+    note_adapters(draft, "adapters", "lora_rank", folder)
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)
 
 

@@ -16,9 +16,12 @@ from pathlib import Path
 import yaml
 
 from autofit.errors import ConfigError, nearest
+from autofit.files import TornFile, read_json
+from autofit.frontends.command import UNSURE
 from autofit.frontends.draft import Draft, Explanation, Line
 from autofit.frontends.sharing import fsdp, near, zero
 from autofit.recipe.keys import evaluates
+from autofit.recipe.yaml_file import may_read
 
 # Which tool a YAML of training settings is of, told by keys that no other has. No torch here.
 #
@@ -26,6 +29,7 @@ from autofit.recipe.keys import evaluates
 # (src/llamafactory/hparams), Axolotl 067b021c (src/axolotl/utils/schemas), ms-swift 3602360a (swift/arguments) and verl
 # 1dda039b (verl/trainer/config); TRL 1.16 and the other tools have none of them.
 
+_ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
 _LEAST = 2  # own keys, so that one misspelt key of a recipe does not make it another tool's
 
 
@@ -272,6 +276,33 @@ def take_evaluation(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: i
         return
     draft.values["eval_strategy"] = "epoch"  # whenever it is, it takes the same
     draft.put(_SAMPLES, samples, key)
+
+
+def note_adapters(draft: Draft, key: str, rank: str, folder: Path) -> None:
+    """Note adapters to train on that are in no folder here, or of another rank than the one that is simulated."""
+    given = draft.given.get(key)
+    listed = given if isinstance(given, list) else str(given or "").split(",")
+    for name in (str(each).strip() for each in listed if each != UNSURE and str(each).strip()):
+        places = [path / "adapter_config.json" for path in (Path(name), folder / name)]
+        if not all(map(may_read, places)):
+            continue
+        found = next((path for path in places if path.parent.is_dir()), None)
+        if found is None and _ON_HUB.fullmatch(name):
+            draft.note(f"{key}: there is no folder {name} here; {draft.tool} then looks for it on the hub")
+        elif found is None:
+            draft.note(f"{key}: there is no folder {name} here, without which {draft.tool} does not start")
+        elif not found.is_file():
+            draft.note(f"{key}: {name} has no adapter_config.json, without which {draft.tool} does not start")
+        elif (own := _rank_in(found)) is not None and own != draft.values.get("lora_r"):
+            draft.note(f"{key}: the adapter in {name} has rank {own}; set {rank} to it, which is what is simulated")
+
+
+def _rank_in(path: Path) -> int | None:
+    try:
+        found = (read_json(path) or {}).get("r")
+    except (TornFile, OSError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def check_best_model(draft: Draft, evaluated: str) -> None:

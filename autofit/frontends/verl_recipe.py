@@ -27,6 +27,7 @@ from autofit.frontends.verl import (
 )
 from autofit.frontends.verl_rules import (
     UNPACKED,
+    broken,
     critic_values,
     engine_sizes,
     largest_rank,
@@ -96,6 +97,9 @@ def recipe(
         if model_folder is None and f"{M}.path" in unread:
             known = ": the script takes it from a variable that it does not set; set it there to a name on the hub"
         raise ConfigError(f"the verl config must name its model; give {M}.path{known}")
+    wrong = broken(config, batch)
+    if wrong and not unread:
+        raise ConfigError("; ".join(wrong))
     found["reference"] = _references(config)
     found["calculate_entropy"] = config.is_on(f"{A}.calculate_entropy") or _number(config, f"{A}.entropy_coeff") != 0
     found["ulysses_sequence_parallel_size"] = sequence_parallel(config)
@@ -113,7 +117,7 @@ def recipe(
     return Foreign(
         tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(GROWING_SEGMENTS)},
         ranks=batch.gpus, prompt_tokens=cast(int, found["max_prompt_length"]),
-        keys={key: named.path for key, named in KEYS.items()}, notes=tuple(_notes(config, unread)),
+        keys={key: named.path for key, named in KEYS.items()}, notes=(*wrong, *_notes(config, unread)),
     )  # fmt: skip
 
 
@@ -396,7 +400,7 @@ def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
             "the teachers of distillation work on GPUs of their own (distillation.nnodes x n_gpus_per_node), which are "
             "not simulated; their log-probabilities, 8 to 12 bytes a token, are not counted"
         )
-    if catalogue.text_config(str(config.said.get(f"{M}.path"))).get("model_type") == "qwen3_next":
+    if any(key.startswith("linear_") for key in catalogue.text_config(str(config.said.get(f"{M}.path")))):
         yield (
             "linear attention runs in transformers' own operations, as where flash-linear-attention is not installed; "
             "its kernels need no more bytes, and fewer seconds"

@@ -136,7 +136,12 @@ def explain(values: Mapping[str, object]) -> Explanation:
         lines = (*head, Line("effective batch", effective_sentence(values)), Line("micro-batches", f"not known: {why}"))
         return Explanation(tool="verl", lines=lines)
     lines = (*head, *_batch_lines(config, batch), *_other_lines(config, batch))
-    return Explanation(tool="verl", lines=lines, wrong=tuple(w for rule in _RULES for w in rule(config, batch)))
+    return Explanation(tool="verl", lines=lines, wrong=broken(config, batch))
+
+
+def broken(config: VerlConfig, batch: Batch) -> tuple[str, ...]:
+    """The rules of verl that a config breaks: where verl ends, and why."""
+    return tuple(wrong for rule in _RULES for wrong in rule(config, batch))
 
 
 def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:

@@ -143,20 +143,20 @@ def check_source_early(
     named = trainer_for({**source.values, **changes}, trainer or source.trainer)
     read = launched(values, launch, of=profile(named), own=source.launch)
     changed = [key.partition(".")[0] for key in changes]
-    inspection = _inspection(read.values, device, changed, prompt_tokens)
+    inspection = _inspection(read.values, device, changed, prompt_tokens, read.launch.ranks)
     _check(source, read.values, trainer=named, inspection=inspection, changed=changed)
     return Looked(trainer=named, read=read, inspection=inspection)
 
 
 def check_early(
     source: Source, values: Mapping[str, object], *, trainer: str, device: str, changed: Sequence[str],
-    prompt_tokens: int | None,
+    prompt_tokens: int | None, ranks: int,
 ) -> None:  # fmt: skip
     """Raise ConfigError where the early check of `trainer` refuses `values`: the recipe without its launch.
 
     What is refused of `changed` keys alone is told as that option's.
     """
-    inspection = _inspection(values, device, changed, prompt_tokens)
+    inspection = _inspection(values, device, changed, prompt_tokens, ranks)
     _check(source, values, trainer=trainer, inspection=inspection, changed=changed)
 
 
@@ -176,9 +176,9 @@ def _check(
 
 
 def _inspection(
-    values: Mapping[str, object], device: str, changed: Sequence[str], prompt_tokens: int | None
+    values: Mapping[str, object], device: str, changed: Sequence[str], prompt_tokens: int | None, ranks: int
 ) -> Inspection:
     return Inspection(
         device=device, worst_case=WorstCase(path=Path(os.devnull)), prompt_tokens=prompt_tokens,
-        changed=tuple(key for key in changed if key in values),
+        changed=tuple(key for key in changed if key in values), ranks=ranks,
     )  # fmt: skip

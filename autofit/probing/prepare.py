@@ -14,13 +14,14 @@ import psutil
 from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
 from autofit.files import OWNER, is_full, last_line, read_json, write_json
+from autofit.frontends.writing import own_words, wrong_with
 from autofit.hardware.hardware import gpus
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import check_early, code_hash
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import ProcessEnding
-from autofit.recipe.launch import LAUNCH, check_installed, check_on_cpu
+from autofit.recipe.launch import LAUNCH, Launch, check_installed, check_on_cpu
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched, needs_server
 from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, TrainerName, merge, spread, with_launch
@@ -55,7 +56,10 @@ def prepare(
         check_on_cpu(read.launch)
     elif trains:
         check_installed(read.launch)
-    check_early(source, read.values, trainer=trainer, device=device, changed=changed, prompt_tokens=prompt_tokens)
+    check_early(
+        source, read.values, trainer=trainer, device=device, changed=changed, prompt_tokens=prompt_tokens,
+        ranks=read.launch.ranks,
+    )  # fmt: skip
     answer_path = folder / "inspection.json"
     answer_path.unlink(missing_ok=True)
     request = {
@@ -119,7 +123,9 @@ def prepare(
         version=facts.version, left_out=facts.left_out, foreign=source.foreign,
         stated=dict(read.values),
     )  # fmt: skip
-    return recipe if launch.gpus is None else _on_machines(_on_cards(recipe, launch.gpus), launch.machines, device)
+    if launch.gpus is None:
+        return recipe
+    return _said_in_file(on_machines(_on_cards(recipe, launch.gpus), launch.machines, device), recipe.launch)
 
 
 def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: int) -> dict[str, object] | None:
@@ -142,7 +148,23 @@ def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: in
     return cast("dict[str, object] | None", found)
 
 
-def _on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
+def _said_in_file(recipe: Recipe, own: Launch) -> Recipe:
+    """`recipe` with a note of what its file must say of its cards, where its tool reads their number there.
+
+    Raises ConfigError where the tool refuses the file with that number.
+    """
+    launch, origin = recipe.launch, recipe.foreign
+    if not origin or not profile(recipe.trainer).own_launch or launch.ranks == own.ranks:
+        return recipe
+    changes = {"launch.ranks": launch.ranks}
+    changes |= {} if launch.machines == own.machines else {"launch.machines": launch.machines}
+    said = own_words(origin, changes)
+    if wrong := wrong_with(origin, changes):
+        raise ConfigError(f"{Path(str(origin['path'])).name} with {said}: {'; '.join(wrong)}")
+    return replace(recipe, notes=(*recipe.notes, f"the file says {own.ranks} GPUs; for {launch.ranks} set {said}"))
+
+
+def on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
     """`recipe` with its ranks on so many machines; None: as its launch says, and simulated ones on machines of 8."""
     ranks, notes = recipe.launch.ranks, recipe.notes
     if machines is None and device.startswith("sim:") and recipe.launch.machines == 1 and ranks > CARDS_OF_A_MACHINE:

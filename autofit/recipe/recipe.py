@@ -390,10 +390,11 @@ def with_launch(recipe: Recipe, launch: Launch) -> Recipe:
 
 
 def _on(launch: Launch, ranks: int, *, shards_alone: bool) -> Launch:
-    """The launch on `ranks` cards of one machine; a single one shards nothing, unless the tool does that too."""
+    """The launch on `ranks` cards; a single one shards nothing, unless the tool does that too."""
     if ranks == 1 and not shards_alone and launch.offload == "none" and launch.server_ranks == 0:
         return Launch()
-    machines = launch.machines if ranks % launch.machines == 0 else 1
+    each = launch.ranks // launch.machines
+    machines = max(1, ranks // each) if launch.machines > 1 and (ranks % each == 0 or ranks < each) else 1
     return replace(launch, ranks=ranks, machines=machines)
 
 

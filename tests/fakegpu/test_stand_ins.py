@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_optimizer import OptimizerContext, _get_torchao_optimizer
+from transformers.utils.import_utils import enable_tf32
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.patches.low_bit import AdamW8bit
@@ -66,3 +67,22 @@ def test_kernels_for_whole_layers_are_left_out_with_a_note() -> None:
         apply_liger_kernel(model, None)
         model.set_use_kernels(True)
     assert len([note for note in gpu.notes if "were asked for and not simulated" in note]) == 2
+
+
+def test_tf32_is_asked_of_the_simulated_card_and_makes_its_products_faster(tmp_path: Path) -> None:
+    def seconds(tf32: bool) -> float:
+        with fake_gpu("a100-80gb") as gpu:
+            TrainingArguments(output_dir=str(tmp_path), tf32=tf32, bf16=False, report_to="none")
+            factor = torch.empty(4096, 4096, device="cuda")
+            before = gpu.clock.now_s
+            factor @ factor
+            torch.cuda.synchronize()
+            return gpu.clock.now_s - before
+
+    try:
+        slow, fast = map(seconds, (False, True))
+    finally:
+        enable_tf32(False)
+    assert fast < slow / 2
+    with pytest.raises(ValueError, match="tf32 requires Ampere"), fake_gpu("t4"):
+        TrainingArguments(output_dir=str(tmp_path), tf32=True, bf16=False, report_to="none")

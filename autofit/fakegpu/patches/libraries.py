@@ -263,6 +263,11 @@ def accelerate_state(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         yield owner, "_shared_state", {}, "the device chosen inside must not outlive the block"
 
 
+def transformers_tf32(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
+    """transformers' question whether the card computes in TF32, which it answers by the build of torch too."""
+    yield module, "is_torch_tf32_available", lambda: torch.cuda.is_tf32_supported(), "a CPU build has no CUDA version"
+
+
 def clear_answers_of_caches() -> None:
     """Clear cached answers about CUDA availability (functools caches in the import helpers of packages)."""
     for name in _CACHING_MODULES:

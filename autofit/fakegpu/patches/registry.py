@@ -263,6 +263,7 @@ _LIBRARIES: dict[str, _Patches] = {
         libraries.save_pretrained, attention.transformers_models, libraries.of_the_hub, libraries.whole_models
     ),
     "transformers.integrations.liger": libraries.liger,
+    "transformers.training_args": libraries.transformers_tf32,
     "transformers.trainer": same_calls.transformers_training,
     "transformers.trainer_optimizer": low_bit.transformers_optimizers,
     "transformers.integrations.flex_attention": attention.transformers_flex,

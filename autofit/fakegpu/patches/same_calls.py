@@ -187,7 +187,7 @@ def _surroundings(gpu: FakeGpu) -> object:
     log = gpu.clock.log
     return (
         torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32, gpu.clock.asleep, gpu.memory.category,
+        torch.get_default_dtype(), torch.backends.cuda.matmul.fp32_precision, gpu.clock.asleep, gpu.memory.category,
         log.place() if log is not None else None,
     )  # fmt: skip
 
