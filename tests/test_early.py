@@ -268,7 +268,7 @@ def test_the_other_name_of_a_changed_key_is_not_looked_at(kept: Path) -> None:
     table = key_table.kept_table("grpo")
     assert table is not None
     new, older = next((new, older) for new, older in table.synonyms.items() if new == "activation_checkpointing")
-    asked = Inspection(device="cpu", worst_case=WorstCase(path=Path("none")), changed=(new,))
+    asked = Inspection(device="cpu", worst_case=WorstCase(path=Path("none")), prompt_tokens=64, changed=(new,))
     check("grpo", {"model_name_or_path": "a/b", new: True, older[0]: [3]}, asked)
     unchanged = Inspection(device="cpu", worst_case=WorstCase(path=Path("none")))
     with pytest.raises(ConfigError, match=older[0]):
@@ -310,6 +310,16 @@ def test_a_file_that_is_missing_is_told_without_a_table(kept: Path, tmp_path: Pa
             read_source({**recipe, "model_name_or_path": "./weights"}), trainer=None, device="sim:t4", changes={},
             prompt_tokens=64,
         )  # fmt: skip
+
+
+def test_a_recipe_without_a_dataset_is_told_with_what_may_stand_in() -> None:
+    values: dict[str, object] = {"model_name_or_path": "a/b"}
+    with pytest.raises(ConfigError, match=r"needs a dataset: .*, or give --prompt-tokens N"):
+        check("sft", values, replace(ASKED, prompt_tokens=None))
+    with pytest.raises(ConfigError, match=r"needs a dataset: .* or datasets$"):
+        check("sft", values, replace(ASKED, prompt_tokens=None, device="cuda"))
+    check("sft", values, ASKED)
+    check("sft", {**values, "datasets": [{"path": "c/d"}]}, replace(ASKED, prompt_tokens=None))
 
 
 def test_a_file_that_is_no_recipe_is_said_to_be_none_and_no_key_is_guessed(kept: Path) -> None:

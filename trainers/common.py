@@ -35,7 +35,7 @@ from autofit.files import Scratch
 from autofit.plugin.protocol import WorstCase
 
 from .images import sees
-from .offline import SAMPLES, OutOfReachError
+from .offline import NO_DATA, SAMPLES, OutOfReachError
 from .random_checkpoint import random_checkpoint
 from .trl_config import TrlConfig
 
@@ -45,7 +45,6 @@ _IDLE: dict[str, object] = {
     "use_liger_kernel": False, "activation_offloading": False, "router_aux_loss_coef": None, "deepspeed": None,
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
-NO_DATA = "a recipe needs a dataset: give dataset_name (a folder or a name) or datasets"
 _ROWS = 1000  # rows per batch when lengths are read
 LARGEST = 64  # rows that are tokenised before the whole dataset
 _MOST_CHARACTERS = 8_000_000  # some two seconds of a tokenizer

@@ -13,7 +13,7 @@ from autofit.plugin.protocol import Inspection
 
 from .key_table import KeyTable, kept_table, taken_env
 from .names import overridden_by
-from .offline import NO_MODEL, or_stated, unknown_model, with_local_file
+from .offline import NO_DATA, NO_MODEL, STATE_IT, or_stated, unknown_model, with_local_file
 from .older import modern
 
 
@@ -33,6 +33,8 @@ def check(trainer: str, values: Mapping[str, object], inspection: Inspection) ->
         raise ConfigError(NO_MODEL)
     if isinstance(model, str) and _is_path(model) and not os.path.exists(model):
         raise ConfigError(unknown_model(model, simulated=inspection.simulated))
+    if inspection.prompt_tokens is None and not (values.get("dataset_name") or values.get("datasets")):
+        raise ConfigError(f"{NO_DATA}, {STATE_IT}" if inspection.simulated else NO_DATA)
 
 
 def _check_keys(table: KeyTable, values: Mapping[str, object], inspection: Inspection) -> None:

@@ -15,8 +15,9 @@ from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.recipe.keys import OTHER_MODELS
 from autofit.units import format_bytes
 
-from .common import NO_DATA, dtype_of
+from .common import dtype_of
 from .offline import (
+    NO_DATA,
     NO_MODEL,
     STATE_IT,
     OutOfReachError,

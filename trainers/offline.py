@@ -74,6 +74,7 @@ def _unbelievable(content: Mapping[str, object]) -> Iterator[str]:
 # Files and folders that a recipe names, looked for without an import of torch.
 
 NO_MODEL = "a recipe needs a model: give model_name_or_path"
+NO_DATA = "a recipe needs a dataset: give dataset_name (a folder or a name) or datasets"
 _DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
