@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
 
@@ -338,7 +337,8 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
         del config.quantization_config
     auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
     on_host = not on_card or _loads_on_host()
-    if quantization is None and (auto or not on_card or is_deepspeed_zero3_enabled()):
+    by_deepspeed = not on_host and _device_map() is None
+    if quantization is None and (auto or not on_card or by_deepspeed):
         make = architecture.from_config if auto else architecture._from_config
         with torch.device("cpu" if on_host else "cuda"), _values_of_a_checkpoint():
             model = make(config, **options)
@@ -437,11 +437,10 @@ def on_host() -> Iterator[None]:
 
 
 def _loads_on_host() -> bool:
-    """Whether TRL loads the model into host memory: on several ranks, for which DDP, FSDP or DeepSpeed moves it.
+    """Whether TRL loads the model into host memory: on several ranks, for which DDP or FSDP moves it to the card."""
+    from accelerate import DistributedType, PartialState
 
-    ZeRO-3 takes each weight to the card as the model is made.
-    """
-    return _STAYS.get() or (_device_map() is None and not is_deepspeed_zero3_enabled())
+    return _STAYS.get() or PartialState().distributed_type == DistributedType.MULTI_GPU
 
 
 def _cpu_wanted() -> bool:
