@@ -200,8 +200,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    for name, text in {"run.yaml": "{model_name_or_path: a/b, dataset_name: c/d}", "list.yaml": "- 1", "broken.yaml": "a: [",
-                       "twice.yaml": "a: 1\na: 2", "empty.yaml": ""}.items():  # fmt: skip
+    recipe = "{model_name_or_path: a/b, dataset_name: c/d}"
+    for name, text in {"run.yaml": recipe, "list.yaml": "- 1", "broken.yaml": "a: [", "twice.yaml": "a: 1\na: 2",
+                       "empty.yaml": ""}.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert exit_code_of(arguments) == 2
