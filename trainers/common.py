@@ -336,31 +336,32 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     if hasattr(config, "quantization_config"):  # of a checkpoint that is quantised already, which is not loaded here
         del config.quantization_config
     auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
-    on_host = not on_card or _loads_on_host()
-    by_deepspeed = not on_host and _device_map() is None
+    stays = not on_card or (quantization is None and _loads_on_host())
+    device, places = ("cpu", None) if stays else ("cuda", _device_map())
+    by_deepspeed = device == "cuda" and places is None
     if quantization is None and (auto or not on_card or by_deepspeed):
         make = architecture.from_config if auto else architecture._from_config
-        with torch.device("cpu" if on_host else "cuda"), _values_of_a_checkpoint():
+        with torch.device(device), _values_of_a_checkpoint():
             model = make(config, **options)
         model.tie_weights()  # which making one without first values leaves out
     else:
-        on_host = not on_card or (on_host and quantization is None)
-        model = _loaded(architecture, config, on_host=on_host, quantization_config=quantization, **options)
+        model = _loaded(architecture, config, device, places, quantization_config=quantization, **options)
     if kwargs.get("use_kernels"):  # as from_pretrained does
         model.set_use_kernels(True)
     model.config._name_or_path = model_id
     return model
 
 
-def _loaded(architecture: Any, config: Any, *, on_host: bool, **options: Any) -> PreTrainedModel:
-    """A model with random weights that transformers loads as it loads a checkpoint."""
-    places = None if on_host else _device_map()
+def _loaded(
+    architecture: Any, config: Any, device: str, places: dict[str, int] | None, **options: Any
+) -> PreTrainedModel:
+    """A model with random weights, made on `device`, that transformers loads as it loads a checkpoint."""
     if places:
         get_max_memory()  # it takes a little of each card, and device_map="auto", which TRL says, asks it first
     saved = _concrete(_architecture(config), config)  # a reward model's head is not in the checkpoint it begins with
     saved = saved if hasattr(saved, "_from_config") else architecture
     kinds = {name: options[name] for name in ("dtype", "attn_implementation")}
-    state = random_checkpoint(saved, config, device="cpu" if on_host else "cuda", **kinds)
+    state = random_checkpoint(saved, config, device=device, **kinds)
     with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):  # threads would draw the values in any order
         loaded = architecture.from_pretrained(None, config=config, state_dict=state, device_map=places, **options)
     return cast("PreTrainedModel", loaded)

@@ -216,11 +216,8 @@ class CardAdvice(Shown):
 
     def _cards(self, offer: Offer) -> dict[str, object]:
         """The number of cards as a change, where it is another one and the recipe's tool reads it from the file."""
-        launch = self.recipe.launch
-        if offer.count == launch.ranks or not profile(self.recipe.trainer).own_launch:
-            return {}
-        own = {} if offer.machines == launch.machines else {"launch.machines": offer.machines}
-        return {"launch.ranks": offer.count, **own}
+        says = profile(self.recipe.trainer).own_launch
+        return self.recipe.launch.changed_to(offer.count, offer.machines) if says else {}
 
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch

@@ -235,7 +235,7 @@ class FakeGpu:
         if value is not None:
             self.memory.mark(value, "weights")
             if self.layers is not None:
-                self.layers.weight_registered(module, name, value)
+                self.layers.weight_registered(module, value)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._optimizers.add(optimizer)

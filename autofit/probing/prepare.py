@@ -154,10 +154,9 @@ def _said_in_file(recipe: Recipe, own: Launch) -> Recipe:
     Raises ConfigError where the tool refuses the file with that number.
     """
     launch, origin = recipe.launch, recipe.foreign
-    if not origin or not profile(recipe.trainer).own_launch or launch.ranks == own.ranks:
+    changes = own.changed_to(launch.ranks, launch.machines)
+    if not origin or not profile(recipe.trainer).own_launch or not changes:
         return recipe
-    changes = {"launch.ranks": launch.ranks}
-    changes |= {} if launch.machines == own.machines else {"launch.machines": launch.machines}
     said = own_words(origin, changes)
     if wrong := wrong_with(origin, changes):
         raise ConfigError(f"{Path(str(origin['path'])).name} with {said}: {'; '.join(wrong)}")

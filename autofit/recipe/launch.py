@@ -93,6 +93,12 @@ class Launch:
         """Whether one process trains by itself, perhaps beside a vLLM server."""
         return self.ranks == 1 and self.sharding == "ddp"
 
+    def changed_to(self, ranks: int, machines: int) -> dict[str, object]:
+        """{key: value} with which a file says so many ranks in place of this launch's; {} as it is."""
+        if ranks == self.ranks:
+            return {}
+        return {"launch.ranks": ranks} | ({} if machines == self.machines else {"launch.machines": machines})
+
     def batching(self, resolved: Mapping[str, object], keys: BatchKeys) -> "Launch":
         """This launch, with "auto" for the batch in the user's DeepSpeed JSON, as transformers fills it in.
 

@@ -103,11 +103,11 @@ class LayerRecorder:
         else:  # the layers of a known stack, each now inside a module of FSDP1
             self._follow(child, Tag.decode(known).stack)
 
-    def weight_registered(self, module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
-        """torch's hook on every `module.name = parameter`: a weight that is loaded into a layer is that layer's."""
+    def weight_registered(self, module: torch.nn.Module, weight: torch.Tensor) -> None:
+        """A parameter or buffer is set in a module: where it is loaded into a layer, it is that layer's."""
         code = self._owner.get(module, 0)
-        if code and value is not None and not self.of(value):
-            self.give(value, code)
+        if code and not self.of(weight):
+            self.give(weight, code)
 
     @own_work()
     def _add_stack(self, layers: torch.nn.ModuleList, stack: Stack) -> None:
