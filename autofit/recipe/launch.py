@@ -97,7 +97,8 @@ class Launch:
         """{key: value} with which a file says so many ranks in place of this launch's; {} as it is."""
         if ranks == self.ranks:
             return {}
-        return {"launch.ranks": ranks} | ({} if machines == self.machines else {"launch.machines": machines})
+        own = {} if machines == self.machines else {"launch.machines": machines}
+        return {"launch.ranks": ranks, **own}
 
     def batching(self, resolved: Mapping[str, object], keys: BatchKeys) -> "Launch":
         """This launch, with "auto" for the batch in the user's DeepSpeed JSON, as transformers fills it in.
