@@ -5,6 +5,7 @@ allocation, free and second of the deep run, at the cost of a shallow one. A run
 again at full depth.
 """
 
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,16 @@ from autofit.plugin.protocol import BEFORE_UPDATE, OPTIMIZER, ROLLOUT, UPDATE
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Context without collections of garbage: 10^5 blocks of a replay start several, of all that the process holds."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +225,7 @@ class SimMemory:
     def now_s(self) -> float:
         return self._gpu.elapsed_s if self._gpu is not None else 0.0
 
+    @_uncollected()
     def simulation(self, *, share_of_scoring: float = 0.0, share_of_rollout: float = 1.0) -> Simulation:
         """The whole run, expanded to all layers. Raises NotRepeatingError.
 
@@ -273,6 +285,7 @@ class SimMemory:
         assert self._gpu is not None
         return self._gpu.outside_bytes
 
+    @_uncollected()
     def account(self) -> dict[str, Any]:
         """Least capacity, bytes by category at each phase's peak, and the device-used bytes under the target.
 
