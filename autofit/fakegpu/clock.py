@@ -315,14 +315,20 @@ class Clock:
             if key is not None and (cost is None or cost.by_shapes):
                 self.known[key] = cost
         if cost is None:
-            self.host_s += self.costs.view_s
-            if self.log is not None:
-                self.log.view()
+            Clock.view(self)
             return
         by = launch()
         if self.log is not None:
             self.log.kernel(func, args, out, work=cost.work, times=cost.times, by=by)
         self._run(cost, by)
+
+    def view(self) -> None:
+        """Charge the host with an operation that makes a view."""
+        if self.asleep:
+            return
+        self.host_s += self.costs.view_s
+        if self.log is not None:
+            self.log.view()
 
     def _cost(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object

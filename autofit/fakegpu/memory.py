@@ -72,6 +72,7 @@ class SimulatedMemory:
         self.stream = 0
         self._blocks: dict[int, Block] = {}
         self._live: dict[int, int] = {}  # storage address -> allocation index
+        self._besides: dict[int, list[int]] = {}  # the same, of storages that stand for several: all but the first
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._record_places = record_places
         self.classify: Callable[[torch.Tensor], str] = lambda tensor: "temporaries"
@@ -148,6 +149,8 @@ class SimulatedMemory:
         index = self._live.pop(key, None)
         if index is not None:
             self.release(index)
+        for other in self._besides.pop(key, ()):
+            self.release(other)
 
     # ------------------------------------------------------------------ bytes
     def allocate(self, nbytes: int, category: str, op: str = "", tensor: torch.Tensor | None = None) -> int:
@@ -239,6 +242,19 @@ class SimulatedMemory:
         storage = tensor.untyped_storage()
         self._live[storage._cdata] = index
         self._watch(storage)
+
+    def adopt_all(self, tensor: torch.Tensor, indices: Sequence[int]) -> None:
+        """The same for several allocations, which are given back in this order."""
+        if indices:
+            self.adopt(tensor, indices[0])
+            self._besides[tensor.untyped_storage()._cdata] = list(indices[1:])
+
+    def disown(self, tensor: torch.Tensor) -> list[int]:
+        """Let the allocations of a tensor stay, whatever becomes of it; returns them."""
+        key = tensor.untyped_storage()._cdata
+        self._guards.pop(key, None)
+        index = self._live.pop(key, None)
+        return [] if index is None else [index, *self._besides.pop(key, ())]
 
     def is_live(self, index: int) -> bool:
         return index in self._blocks

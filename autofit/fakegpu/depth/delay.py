@@ -152,6 +152,11 @@ class LayerClock(Clock):
             kernel_s = (self.gpu_s - max(gpu_s, self.host_s)) * size
             self._rows[_GPU] = _plus(_later(self._rows[_GPU], self._rows[_HOST]), kernel_s)
 
+    def view(self) -> None:
+        before = self.host_s
+        super().view()
+        self._launch(self.host_s - before)
+
     def host_work(self, launches: float, *, deep: float | None = None, alone: bool = False) -> None:
         before = self.host_s
         super().host_work(launches, alone=alone)

@@ -48,6 +48,7 @@ class Attention:
 
     capability: tuple[int, int]
     chosen: dict[str, int] = field(default_factory=dict)
+    instead: Callable[..., Any] | None = None  # tried first; NotImplemented for tensors that it does not take
 
     def __call__(
         self,
@@ -65,6 +66,10 @@ class Attention:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return cast("torch.Tensor", whole)
+        if self.instead is not None and attn_mask is None and not (is_causal or enable_gqa):
+            out = self.instead(query, key, value, dropout_p, scale)
+            if out is not NotImplemented:
+                return cast("torch.Tensor", out)
         kernel = self.select(query, key, value, attn_mask, dropout_p=dropout_p, is_causal=is_causal, gqa=enable_gqa)
         self.chosen[kernel] = self.chosen.get(kernel, 0) + 1
         mask = _additive(attn_mask, query.dtype)

@@ -36,6 +36,7 @@ from autofit.fakegpu.patches import (
     tensors,
     vllm,
     walks,
+    windows,
 )
 from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
 from autofit.fakegpu.patches.libraries import (
@@ -268,6 +269,9 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.trainer_optimizer": low_bit.transformers_optimizers,
     "transformers.integrations.flex_attention": attention.transformers_flex,
     "transformers.modeling_flash_attention_utils": attention.transformers_kernels,
+    "transformers.models.exaone4_5.modeling_exaone4_5": windows.vision_towers,
+    "transformers.models.qwen2_5_omni.modeling_qwen2_5_omni": windows.vision_towers,
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl": windows.vision_towers,
     "peft.peft_model": libraries.save_pretrained,
     "peft.tuners.adamss.layer": libraries.adamss_clusters,
     "transformers.core_model_loading": libraries.transformers_loading,
