@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from autofit.fakegpu.depth.expand import Mark, run_of
 from autofit.fakegpu.patches import same_calls
 from autofit.fakegpu.patches.cuda_api import active_gpu
 
-from .tiny_trainers import Case, build_model, tokenizer
+from .tiny_trainers import Case, build_model, tokenizer, train
 
 STEPS, EACH = 2, 2
 Change = Callable[[torch.nn.Module, int], object]  # of a model, before the training (0) and after each step
@@ -43,6 +44,15 @@ class Trained:
         self, folder: Path, *, plays: bool = True, lora: bool = True, change: Change | None = None,
         trainer: type[GRPOTrainer] = GRPOTrainer, **settings: Any,
     ) -> None:  # fmt: skip
+        with self._card(plays):
+            self.trainer = self._build(folder, trainer, lora, settings)
+            if change is not None:
+                self.trainer.add_callback(Changing(change))
+            self.trainer.train()
+
+    @contextmanager
+    def _card(self, plays: bool) -> Iterator[None]:
+        """A card on which the played micro-batches are counted."""
         again, self.played = same_calls._MicroBatch.again, 0
 
         def counted(batch: same_calls._MicroBatch) -> object:
@@ -53,10 +63,7 @@ class Trained:
         with pytest.MonkeyPatch.context() as patch, fake_gpu("a100-40gb", follow_layers=True) as self.gpu:
             patch.setattr(same_calls._MicroBatch, "again", counted)
             self.gpu.plays_micro_batches = plays
-            self.trainer = self._build(folder, trainer, lora, settings)
-            if change is not None:
-                self.trainer.add_callback(Changing(change))
-            self.trainer.train()
+            yield
 
     def _build(self, folder: Path, trainer: type[GRPOTrainer], lora: bool, settings: dict[str, object]) -> GRPOTrainer:
         common: dict[str, object] = {
@@ -82,6 +89,14 @@ class Trained:
     @property
     def seconds(self) -> float:
         return float(run_of(self.gpu, [Mark(name="end", event=len(self.gpu.memory.log), stretch=10**9)]).seconds()[0])
+
+
+class TrainedCase(Trained):
+    """The same of a trainer without rollouts."""
+
+    def __init__(self, folder: Path, case: Case, *, plays: bool = True) -> None:
+        with self._card(plays):
+            self.trainer = cast("Any", train(case, folder))
 
 
 def same(played: Trained, traced: Trained) -> None:
@@ -114,6 +129,23 @@ def test_micro_batches_like_one_before_are_played_to_the_same_bytes_and_seconds(
     traced = Trained(tmp_path, plays=False, lora=lora, **settings)
     assert (played.played, traced.played) == (EACH * STEPS - 2, 0)  # with the first gradients, and added to them
     assert played.gpu.tracer.operation_count < 0.8 * traced.gpu.tracer.operation_count
+    same(played, traced)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(kind="sft", lora_rank=8, checkpointing=True, bf16=True, use_cpu=False),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [
+            Case(kind="sft", use_cpu=False), Case(kind="dpo", use_cpu=False),
+            Case(kind="dpo", lora_rank=8, bf16=True, use_cpu=False), Case(kind="reward", bf16=True, use_cpu=False),
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_micro_batches_without_rollouts_are_played_to_the_same_bytes_and_seconds(tmp_path: Path, case: Case) -> None:
+    played, traced = (TrainedCase(tmp_path, case, plays=plays) for plays in (True, False))
+    assert (played.played, traced.played) == (EACH * STEPS - 2, 0)
     same(played, traced)
 
 

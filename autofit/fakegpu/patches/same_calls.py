@@ -77,12 +77,15 @@ def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str,
         yield trainer, "_get_per_token_logps_and_entropies", scored, "a pass like one before is played"
 
 
+_LIBRARIES = ("trl.", "transformers.")  # whose trainers are known
+
+
 class _Known(Exception):
     """The micro-batch whose inputs are there is like one before."""
 
 
 def transformers_training(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
-    """Patch of transformers' trainer: forward and backward of a micro-batch of a rollout, once its inputs are there.
+    """Patch of transformers' trainer: forward and backward of a micro-batch, once its inputs are there.
 
     The trainer's own metrics are those of the micro-batches that are traced.
     """
@@ -101,12 +104,12 @@ def transformers_training(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[ob
 
 
 def _may_play(gpu: FakeGpu, trainer: Any) -> bool:
-    """Whether micro-batches of `trainer` may be played: TRL's own with rollouts, which computes the same in each step.
+    """Whether micro-batches of `trainer` may be played: one of a library, which computes the same in each step.
 
     One that someone derived from it may do otherwise.
     """
-    keeps_inputs = type(trainer).__module__.startswith("trl.") and hasattr(trainer, "_buffered_inputs")
-    return keeps_inputs and gpu.plays_micro_batches and _is_alone(gpu) and not trainer.args.torch_empty_cache_steps
+    of_library = type(trainer).__module__.startswith(_LIBRARIES)
+    return of_library and gpu.plays_micro_batches and _is_alone(gpu) and not trainer.args.torch_empty_cache_steps
 
 
 class _MicroBatch:
@@ -121,6 +124,7 @@ class _MicroBatch:
         with own_work():
             self._weights = list(model.parameters())
         self._without: list[torch.nn.Parameter] = []  # weights without a gradient at the begin
+        self._inputs: list[int] = []  # allocations
         self._states: object = None
         self._key: object = None
         self._began: _Moment | None = None
@@ -154,7 +158,12 @@ class _MicroBatch:
         except _Unlike:
             return
         self._key = _surroundings(self._gpu), self._states, has_gradient, told
+        memory, tensors = self._gpu.memory, list(_tensors(inputs))
+        self._inputs = [index for each in tensors if (index := memory.index_of(each)) is not None]
         if self._key in self._calls and self._gpu.tracer.workspaces:
+            for tensor, index in zip(tensors, map(memory.index_of, tensors), strict=True):
+                if index is not None and self._calls[self._key].gives_back(self._inputs.index(index)):
+                    memory.disown(tensor)
             raise _Known
         self._began = _Moment.of(self._gpu)
 
@@ -164,17 +173,26 @@ class _MicroBatch:
     def recorded(self, loss: Any) -> Any:
         """`loss`, which the micro-batch has returned."""
         if self._began is not None:
-            recorded = _Recorded.of(self._gpu, self._began, (loss, *(weight.grad for weight in self._without)))
+            made = (loss, *(weight.grad for weight in self._without))
+            recorded = _Recorded.of(self._gpu, self._began, made, self._inputs)
             if recorded is not None and self._states_now() == self._states:
                 self._calls[self._key] = recorded
         return loss
 
     def again(self) -> Any:
         """The loss of the micro-batch, after it was played."""
-        loss, *gradients = self._calls[self._key].again(self._gpu)
+        loss, *gradients = self._calls[self._key].again(self._gpu, self._inputs)
         for weight, gradient in zip(self._without, gradients, strict=True):
             weight.grad = gradient
         return loss
+
+
+def _tensors(inputs: object) -> Iterator[torch.Tensor]:
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif isinstance(inputs, (list, tuple, Mapping)):
+        for each in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _tensors(each)
 
 
 def _is_alone(gpu: FakeGpu) -> bool:
@@ -368,10 +386,14 @@ class _Recorded:
     backwards: Sequence[int]  # where in the events backward passes begin
     outputs: Sequence[_Output | None]  # None: the call returned None
     alone: bool  # whether it returned one tensor, and not several
+    inputs: Sequence[int] = ()  # allocations from before the call that it may give back
 
     @classmethod
-    def of(cls, gpu: FakeGpu, begin: _Moment, out: object) -> _Recorded | None:
-        """The call that began at `begin` and ended with `out`; None where another one may differ from it."""
+    def of(cls, gpu: FakeGpu, begin: _Moment, out: object, inputs: Sequence[int] = ()) -> _Recorded | None:
+        """The call that began at `begin` and ended with `out`; None where another one may differ from it.
+
+        `inputs` are allocations that it may give back.
+        """
         memory, end = gpu.memory, _Moment.of(gpu)
         parts = out if type(out) is tuple else (out,)
         outputs = [_Output.of(gpu, part) if isinstance(part, torch.Tensor) else None for part in parts]
@@ -384,7 +406,7 @@ class _Recorded:
         if (
             stay - workspaces != kept
             or len(kept) != sum(part is not None for part in parts)
-            or not all(id_ in taken for id_ in ids)
+            or not all(id_ in taken or id_ in inputs for id_ in ids)
             or end.others != begin.others
             or not _is_alone(gpu)
         ):
@@ -397,12 +419,16 @@ class _Recorded:
         starts = [at - begin.event for at in gpu.backward_starts[begin.backward :]]
         backwards = [place - sum(id_ in workspaces for id_ in ids[:place]) for place in starts]
         lanes_s = gpu.clock.host_s, gpu.clock.gpu_s
-        return cls(begin, end, lanes_s, events, backwards, outputs, type(out) is not tuple)
+        return cls(begin, end, lanes_s, events, backwards, outputs, type(out) is not tuple, list(inputs))
 
-    def again(self, gpu: FakeGpu) -> Any:
-        """The outputs of the call, made once more."""
+    def gives_back(self, place: int) -> bool:
+        """Whether the call gave back the input at this place."""
+        return any(number == self.inputs[place] for number, _, _ in self.events)
+
+    def again(self, gpu: FakeGpu, inputs: Sequence[int] = ()) -> Any:
+        """The outputs of the call, made once more with other inputs; those that it gives back belong to no tensor."""
         gpu.backward_starts += (len(gpu.memory.log) + place for place in self.backwards)
-        memory, layers, numbers = gpu.memory, gpu.layers, dict[int, int]()
+        memory, layers, numbers = gpu.memory, gpu.layers, dict(zip(self.inputs, inputs, strict=True))
         try:
             for number, tag, template in self.events:
                 if layers is not None:
@@ -412,7 +438,7 @@ class _Recorded:
                 else:
                     numbers[number] = memory.allocate_again(template)
         except torch.OutOfMemoryError:
-            for number in numbers.values():
+            for number in set(numbers.values()) - set(inputs):
                 memory.release(number)
             raise
         finally:
