@@ -17,6 +17,8 @@ _CHUNK = 512  # tokens at a time in GKD's divergence (ms-swift's gkd_loss.py)
 class MicroBatchMean(Trainer):  # type: ignore[misc]
     """A trainer whose loss is a mean over each micro-batch."""
 
+    steps_alike = True
+
     loss_is_scaled_for_ga = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -67,6 +69,8 @@ class DpoTrainer(_Referenced):
     a model of its own, or the policy without its adapter.
     """
 
+    steps_alike = True
+
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -89,6 +93,8 @@ class AsftTrainer(_Referenced):
     The reference goes first, and its logits and keys and values stay; the model computes its usual loss too, which is
     not used.
     """
+
+    steps_alike = True
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -201,6 +207,8 @@ class KtoTrainer(_Referenced):
     (train/kto/trainer.py) and TRL 1.8 keep copies of the samples' logits, by rating, for their logs.
     """
 
+    steps_alike = True
+
     def __init__(self, *args: Any, keeps_logits: bool, **more: Any) -> None:
         super().__init__(*args, **more)
         self.keeps_logits = keeps_logits
@@ -256,6 +264,8 @@ class PairsTrainer(_Preferences):
     from a copy of their logits, as in TRL's experimental trainers, from which Axolotl's and ms-swift's are derived.
     """
 
+    steps_alike = True
+
     def __init__(self, *args: Any, loss: str, gamma: float, nll_weight: float, **more: Any) -> None:
         super().__init__(*args, **more)
         self.loss, self.gamma, self.nll_weight = loss, gamma, nll_weight
@@ -287,6 +297,8 @@ class PairsTrainer(_Preferences):
 class LabelTrainer(MicroBatchMean):
     """The loss of a sequence classifier: cross-entropy over classes, or the squared error of one score."""
 
+    steps_alike = True
+
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -299,6 +311,8 @@ class LabelTrainer(MicroBatchMean):
 
 class RewardTrainer(MicroBatchMean):
     """A reward model's pairwise loss: of a sequence classifier with one label, or a causal model with a value head."""
+
+    steps_alike = True
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None

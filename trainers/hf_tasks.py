@@ -55,6 +55,8 @@ class SharedTrainer(Shares):
     model's own loss of a part.
     """
 
+    steps_alike = True
+
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -118,6 +120,8 @@ class EmbeddingTrainer(Shares, MicroBatchMean):
     Texts of the other ranks are compared too, without a gradient.
     """
 
+    steps_alike = True
+
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -145,6 +149,8 @@ class EmbeddingTrainer(Shares, MicroBatchMean):
 
 class RerankTrainer(MicroBatchMean):
     """Cross-entropy of one score for each document: of a classifier's head, or the difference of two words' logits."""
+
+    steps_alike = True
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -90,7 +90,7 @@ def transformers_training(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[ob
     The trainer's own metrics are those of the micro-batches that are traced.
     """
     original = untouched(module.Trainer.training_step)
-    known: weakref.WeakKeyDictionary[Any, dict[object, _Recorded]] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
     def training_step(trainer: Any, model: torch.nn.Module, inputs: object, *args: object, **kwargs: object) -> Any:
         if not _may_play(gpu, trainer):
@@ -106,18 +106,21 @@ def transformers_training(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[ob
 def _may_play(gpu: FakeGpu, trainer: Any) -> bool:
     """Whether micro-batches of `trainer` may be played: one of a library, which computes the same in each step.
 
-    One that someone derived from it may do otherwise.
+    One that someone derived from it may do otherwise, unless its own class says `steps_alike`.
     """
-    of_library = type(trainer).__module__.startswith(_LIBRARIES)
-    return of_library and gpu.plays_micro_batches and _is_alone(gpu) and not trainer.args.torch_empty_cache_steps
+    kind = type(trainer)
+    same_steps = kind.__module__.startswith(_LIBRARIES) or vars(kind).get("steps_alike", False)
+    return same_steps and gpu.plays_micro_batches and _is_alone(gpu) and not trainer.args.torch_empty_cache_steps
+
+
+_Place = tuple[torch.nn.Module, str]  # an attribute of a module
+_Calls = dict[object, "tuple[_Recorded, list[_Place]]"]  # by what decides it: a call, and the attributes that it renews
 
 
 class _MicroBatch:
     """A micro-batch of a trainer: played, if one before is like it, else recorded among the `calls`."""
 
-    def __init__(
-        self, gpu: FakeGpu, trainer: Any, model: torch.nn.Module, more: object, calls: dict[object, _Recorded]
-    ) -> None:
+    def __init__(self, gpu: FakeGpu, trainer: Any, model: torch.nn.Module, more: object, calls: _Calls) -> None:
         self._gpu, self._trainer, self._more, self._calls = gpu, trainer, more, calls
         parts = (model, *vars(trainer).values())
         self._models = list({id(part): part for part in parts if isinstance(part, torch.nn.Module)}.values())
@@ -125,6 +128,7 @@ class _MicroBatch:
             self._weights = list(model.parameters())
         self._without: list[torch.nn.Parameter] = []  # weights without a gradient at the begin
         self._inputs: list[int] = []  # allocations
+        self._held: dict[_Place, int] = {}  # those of tensors that modules keep, by their names
         self._states: object = None
         self._key: object = None
         self._began: _Moment | None = None
@@ -161,11 +165,25 @@ class _MicroBatch:
         memory, tensors = self._gpu.memory, list(_tensors(inputs))
         self._inputs = [index for each in tensors if (index := memory.index_of(each)) is not None]
         if self._key in self._calls and self._gpu.tracer.workspaces:
+            call, renewed = self._calls[self._key]
+            tensors += [getattr(module, name) for module, name in renewed]
+            self._inputs = [index for each in tensors if (index := memory.index_of(each)) is not None]
             for tensor, index in zip(tensors, map(memory.index_of, tensors), strict=True):
-                if index is not None and self._calls[self._key].gives_back(self._inputs.index(index)):
+                if index is not None and call.gives_back(self._inputs.index(index)):
                     memory.disown(tensor)
             raise _Known
+        self._held = self._held_now()
         self._began = _Moment.of(self._gpu)
+
+    def _held_now(self) -> dict[_Place, int]:
+        """Allocations of tensors that are plain attributes of modules, such as positions from the last forward."""
+        with own_work():
+            found = [
+                ((part, name), self._gpu.memory.index_of(value))
+                for model in self._models for part in model.modules() for name, value in vars(part).items()
+                if isinstance(value, torch.Tensor)
+            ]  # fmt: skip
+        return {place: index for place, index in found if index is not None}
 
     def _states_now(self) -> object:
         return tuple((id(model), _state(model, self._gpu.tracer.shadows)) for model in self._models)
@@ -173,17 +191,23 @@ class _MicroBatch:
     def recorded(self, loss: Any) -> Any:
         """`loss`, which the micro-batch has returned."""
         if self._began is not None:
-            made = (loss, *(weight.grad for weight in self._without))
-            recorded = _Recorded.of(self._gpu, self._began, made, self._inputs)
+            held = self._held_now()
+            renewed = [place for place, index in held.items() if self._held.get(place, index) != index]
+            made = (loss, *(weight.grad for weight in self._without), *(getattr(*place) for place in renewed))
+            given = [*self._inputs, *(self._held[place] for place in renewed)]
+            recorded = _Recorded.of(self._gpu, self._began, made, given)
             if recorded is not None and self._states_now() == self._states:
-                self._calls[self._key] = recorded
+                self._calls[self._key] = recorded, renewed
         return loss
 
     def again(self) -> Any:
         """The loss of the micro-batch, after it was played."""
-        loss, *gradients = self._calls[self._key].again(self._gpu, self._inputs)
-        for weight, gradient in zip(self._without, gradients, strict=True):
+        call, renewed = self._calls[self._key]
+        loss, *made = call.again(self._gpu, self._inputs)
+        for weight, gradient in zip(self._without, made, strict=False):
             weight.grad = gradient
+        for (module, name), tensor in zip(renewed, made[len(self._without) :], strict=True):
+            setattr(module, name, tensor)
         return loss
 
 
