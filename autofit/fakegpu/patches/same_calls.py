@@ -168,8 +168,9 @@ class _MicroBatch:
             call, renewed = self._calls[self._key]
             tensors += [getattr(module, name) for module, name in renewed]
             self._inputs = [index for each in tensors if (index := memory.index_of(each)) is not None]
+            given_back = call.given_back
             for tensor, index in zip(tensors, map(memory.index_of, tensors), strict=True):
-                if index is not None and call.gives_back(self._inputs.index(index)):
+                if index is not None and call.inputs[self._inputs.index(index)] in given_back:
                     memory.disown(tensor)
             raise _Known
         self._held = self._held_now()
@@ -445,9 +446,10 @@ class _Recorded:
         lanes_s = gpu.clock.host_s, gpu.clock.gpu_s
         return cls(begin, end, lanes_s, events, backwards, outputs, type(out) is not tuple, list(inputs))
 
-    def gives_back(self, place: int) -> bool:
-        """Whether the call gave back the input at this place."""
-        return any(number == self.inputs[place] for number, _, _ in self.events)
+    @property
+    def given_back(self) -> set[int]:
+        """The inputs that the call gave back."""
+        return {number for number, _, taken in self.events if taken is None} & set(self.inputs)
 
     def again(self, gpu: FakeGpu, inputs: Sequence[int] = ()) -> Any:
         """The outputs of the call, made once more with other inputs; those that it gives back belong to no tensor."""

@@ -125,8 +125,12 @@ class _Recording:
             for number in numbers.values():
                 memory.release(number)
             raise
-        for each in self.charged:
-            gpu.clock.operation(*each)
+        clock = gpu.clock
+        for func, args, kwargs, out, key in self.charged:
+            if key in clock.known and clock.log is None:  # nothing is read but the cost
+                clock.operation(func, (), {}, None, key)
+            else:
+                clock.operation(func, args, kwargs, out, key)
         return [None if index is None else numbers[index] for _, index in self.outputs]
 
 
