@@ -1219,3 +1219,38 @@ def test_adapters_to_go_on_with_are_looked_for_and_their_rank_is_read(
     )
     (adapter / "adapter_config.json").write_text('{"r": 8}')
     assert "there" not in said("./there")
+
+
+def test_datasets_on_disk_that_are_not_there_are_noted_and_those_of_the_hub_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def gone(notes: tuple[str, ...]) -> list[str]:
+        return [note.partition(", without which")[0] for note in notes if "does not start" in note]
+
+    def axolotl(**entry: object) -> list[str]:
+        return gone(of_yaml(tmp_path, {**AXO_LORA, "datasets": [{"type": "alpaca", **entry}]}).notes)
+
+    def swift(name: str) -> list[str]:
+        return gone(of_script(tmp_path, f"swift sft --model Qwen/Qwen3-4B --dataset {name}\n").notes)
+
+    def llama(**changes: object) -> list[str]:
+        return gone(of_yaml(tmp_path, {**LLAMA, **changes}).notes)
+
+    assert axolotl(path="./my.jsonl") == ["datasets: there is no './my.jsonl' here"]
+    assert axolotl(path="json", data_files=["a.json"]) == ["datasets: there is no 'a.json' here"]
+    assert swift("a/b ./my.jsonl#500") == ["dataset: there is no './my.jsonl' here"]
+    assert swift("$DATA a/b#5 HF::a/b:default s3://a/b.jsonl '~x.json'") == ["dataset: there is no '~x.json' here"]
+    assert axolotl(path="a/b") == axolotl(path="s3://a/b.json") == axolotl(path="x" * 5000) == []
+    assert llama(dataset="a") == llama(dataset="a", dataset_dir="ONLINE") == []
+    assert llama(dataset="a", dataset_dir="own") == ["dataset_dir: 'own' has no dataset_info.json here"]
+
+    (tmp_path / "my.jsonl").touch()
+    assert axolotl(path="./my.jsonl") == swift("./my.jsonl#500") == []
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/dataset_info.json").write_text('{"a": {"file_name": "a.json"}, "b": {"hf_hub_url": "c/d"}}')
+    assert llama(dataset="b, c", dataset_dir="own") == ["dataset: dataset_info.json in 'own' has no 'c'"]
+    assert llama(dataset="a", dataset_dir="own") == ["dataset: there is no './own/a.json' here"]
+    (tmp_path / "own/a.json").touch()
+    assert llama(dataset="a,b", dataset_dir="own") == []
