@@ -18,9 +18,10 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.draft import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, changed, in_own_keys, own_text, own_words, source_of, written
+from autofit.frontends.writing import can_say, changed, in_own_keys, own_names, own_text, own_words, source_of, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
+from autofit.space.traits import describe_changes
 
 LLAMA: dict[str, object] = {
     "model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "do_train": True, "finetuning_type": "lora",
@@ -995,6 +996,21 @@ def test_a_change_beside_a_script_of_verl_is_an_override(tmp_path: Path) -> None
     for wrong in (micro[:-1], micro.removeprefix("actor_rollout_ref.")[:-1]):
         with pytest.raises(ConfigError, match=f"verl has no key {micro[:-1]}, and hydra refuses it"):
             changed(source_of(path), {wrong: 8})
+
+
+def test_what_a_search_changed_is_said_in_the_names_of_the_users_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for values, changes, said in [
+        (LLAMA | {"cutoff_len": 64}, {"max_length": 32, "gradient_checkpointing": False},
+         "cutoff_len 64 -> 32, gradient_checkpointing True -> False"),  # whose key says the opposite
+        (AXO_LORA | {"micro_batch_size": 2}, {"per_device_train_batch_size": 1, "lora_r": 4},
+         "micro_batch_size 2 -> 1, lora_r 8 -> 4"),
+    ]:  # fmt: skip
+        path.write_text(yaml.safe_dump(values))
+        source = source_of(path)
+        assert describe_changes(changes, source.values, own_names(source.foreign)) == said
+        assert describe_changes(changes, source.values).startswith(next(iter(changes)))
+    assert own_names({}) == own_names({"tool": "Axolotl"}) == {}
 
 
 def test_a_change_of_a_script_is_in_its_own_training_and_its_own_words(tmp_path: Path) -> None:

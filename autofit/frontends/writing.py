@@ -63,7 +63,19 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
 def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
     if not can_write(foreign.tool):
         return {}
-    return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
+    return {
+        "tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks, "names": _names(foreign)
+    }  # fmt: skip
+
+
+def _names(foreign: Foreign) -> dict[str, str]:
+    """{key of the recipe: the tool's name of it} where the tool says the same value by another name."""
+    found = {}
+    for key, own in foreign.keys.items():
+        value = foreign.values.get(key)
+        if own != key and can_say(foreign, key, value) and in_own_keys(foreign, {key: value}) == {own: value}:
+            found[key] = own
+    return found
 
 
 def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | None) -> dict[str, object]:
@@ -335,6 +347,11 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     else:
         parts = [f"{key}: {_flow(value)}" for key, value in own.items()]
     return ", ".join((*parts, *others))
+
+
+def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
+    """{key of the recipe: its name in the file that the recipe was} where that has the same value by another name."""
+    return cast("Mapping[str, str]", origin.get("names", {}))
 
 
 def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
