@@ -111,10 +111,11 @@ class PromotionResult(Shown):
         return None if self.final is None else model_path(self.final)
 
     def to_dict(self) -> dict[str, object]:
-        """The object that `autofit promote --json` prints once the run is done: plain values only."""
+        """The object that `autofit promote --json` prints once the run is done or written: plain values only."""
         ran = {} if self.run is None else self.run.to_dict()
         kept: dict[str, object] = {k: ran[k] for k in ("device", "kept", "verdict", "contract", "events") if k in ran}
-        return {"study": self.study, "trial": self.trial, **(self.final or {}), **kept}
+        whole = {"study": self.study, "trial": self.trial, "status": self.status, "yaml_path": str(self.yaml_path)}
+        return {**whole, **(self.final or {}), **kept}
 
     def parts(self) -> list[Table | str]:
         """How the run went and where the model is."""

@@ -226,10 +226,10 @@ def promote(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if found.status == "interrupted":
         return INTERRUPTED
-    if found.status == "written":
-        return DONE
     if options.json:
         print(json.dumps(found.to_dict()))
+        return DONE
+    if found.status == "written":
         return DONE
     show(found)
     print(f"its run is in MLflow: autofit ui{dir_option(options.dir)}")

@@ -35,6 +35,7 @@ from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
 from autofit.recipe.recipe import merge
+from autofit.recipe.secrets import opened_text
 from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
 
 
@@ -411,7 +412,8 @@ class OwnFile:
         set_first = [f"{k.removeprefix(_ENV)}={v}" for k, v in _flat(changes) if k.startswith(_ENV) and v is not None]
         command = "bash" if Path(name).suffix in SCRIPTS else _RUNS[tool]
         return cls(
-            tool=tool, name=name, text=own_text(origin, changes), words=own_words(origin, changes) or "as it was",
+            tool=tool, name=name, text=opened_text(own_text(origin, changes)),
+            words=own_words(origin, changes) or "as it was",
             command=" ".join((*set_first, command)),
         )  # fmt: skip
 
