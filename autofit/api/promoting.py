@@ -1,7 +1,7 @@
 """`autofit.verify` and `autofit.promote`: the gradient proof of a trial, its YAML and its full run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from autofit.cluster.executor import Executor
 from autofit.cluster.scheduler import cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
+from autofit.frontends.writing import own_names
 from autofit.probing.launch import is_alive
 from autofit.promotion.promotion import (
     Promotion,
@@ -52,6 +53,7 @@ class ProofResult(Shown):
     study: str
     proof: Proof
     original: Mapping[str, object]  # the recipe as TRL resolved it
+    names: Mapping[str, str] = field(default_factory=dict)  # {key of the recipe: its name in another tool's file}
 
     @property
     def verdict(self) -> Verdict:
@@ -74,7 +76,7 @@ class ProofResult(Shown):
 
     def parts(self) -> list[Table | str]:
         """The verdict, the numbers, and what was not compared."""
-        return [*lines(self.proof, self.original)]
+        return [*lines(self.proof, self.original, self.names)]
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of the relative gradient difference of each optimizer step, and the rounding's bound."""
@@ -160,7 +162,10 @@ def verify(
         chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
         with database_errors(folder):
             proof = prove(found, chosen, say=_saying(on_event))
-    return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
+    record = record_of(found)
+    return ProofResult(
+        study=found.study_name, proof=proof, original=record.resolved, names=own_names(record.foreign)
+    )  # fmt: skip
 
 
 def promote(
