@@ -100,6 +100,7 @@ class PromotionResult(Shown):
     proof: Proof
     final: Mapping[str, object] | None = None  # of a run that is done: steps, losses, rewards, output_dir
     steps: tuple[Step, ...] = ()  # as they were logged
+    command: str = ""  # that trains by the YAML without autofit, where one is known
     run: PromotedRun | None = None  # promised against actual, the verdict and the events; None: nothing was launched
 
     @property
@@ -117,13 +118,15 @@ class PromotionResult(Shown):
         ran = {} if self.run is None else self.run.to_dict()
         kept: dict[str, object] = {k: ran[k] for k in ("device", "kept", "verdict", "contract", "events") if k in ran}
         whole = {"study": self.study, "trial": self.trial, "status": self.status, "yaml_path": str(self.yaml_path)}
+        whole |= {"command": self.command} if self.command else {}
         return {**whole, **(self.final or {}), **kept}
 
     def parts(self) -> list[Table | str]:
         """How the run went and where the model is."""
         if self.final is None:
             how = "was interrupted; the same call resumes it" if self.status == "interrupted" else "was not launched"
-            return [f"trial {self.trial} of {self.study}: the run {how}; its YAML is {self.yaml_path}"]
+            how_to = [f"run it with: {self.command}"] if self.status == "written" and self.command else []
+            return [f"trial {self.trial} of {self.study}: the run {how}; its YAML is {self.yaml_path}", *how_to]
         final = self.final
         shown: list[Table | str] = [f"{final['steps']} steps done, final loss {figure_text(final['final_loss'])}"]
         if final["first_reward"] is not None:
@@ -227,8 +230,9 @@ def promote(
             path = Path(out) if out is not None else promotion.folder / promotion.own.name
             write_atomically(path, promotion.own.text)
             say(f"wrote {path} for {promotion.own.tool}: {promotion.own.words}")
-            say(f"run it with: {promotion.own.command} {path}")
-            return _result(promotion, "written", (path,))
+            command = f"{promotion.own.command} {path}"
+            say(f"run it with: {command}")
+            return _result(promotion, "written", (path,), command=command)
         written = promotion.written if out is None else promotion.tuned.write(Path(out))
         for file in written:
             say(f"wrote {file}")
@@ -236,7 +240,7 @@ def promote(
         if len(written) > 1 and line is not None:
             say(f"without autofit: {line}")
         if not launch:
-            return _result(promotion, "written", written)
+            return _result(promotion, "written", written, command=line or "" if promotion.trains_on_data else "")
         if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
@@ -278,11 +282,13 @@ def _result(
     status: Literal["written", "done", "interrupted"],
     written: Sequence[Path],
     final: Step | None = None,
+    *,
+    command: str = "",
 ) -> PromotionResult:
     return PromotionResult(
         study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=written[0],
         accelerate_path=written[1] if len(written) > 1 else None, proof=promotion.proof,
-        final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
+        command=command, final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
         run=None if status == "written" else promoted_run(promotion.folder),
     )  # fmt: skip
 
