@@ -88,7 +88,7 @@ def _cells(kind: str, styles: Sequence[str], texts: Sequence[str]) -> str:
 
 def _plain(cell: object) -> str:
     """A cell of a rich table as HTML text: its markup taken out, its special characters escaped."""
-    return html.escape(Text.from_markup(str(cell)).plain)
+    return html.escape(cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain)
 
 
 def front_table(
