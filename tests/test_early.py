@@ -15,6 +15,7 @@ from before_imports import refused
 
 from autofit.cli import main
 from autofit.errors import ConfigError
+from autofit.frontends.writing import source_of
 from autofit.plugin import registry
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.recipe.yaml_file import read_source
@@ -333,6 +334,16 @@ def test_a_file_that_is_missing_is_told_without_a_table(
     (tmp_path / "weights").mkdir()
     for model in ("weights", "gpt2", "someone/weights"):
         check("grpo", {"model_name_or_path": model}, ASKED)
+
+
+def test_what_is_wrong_is_said_in_the_names_of_another_tools_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "base_model: weights\ndatasets: [{path: a, type: alpaca}]\nmicro_batch_size: 1\n"
+        "gradient_accumulation_steps: 1\nsequence_len: 64\nlearning_rate: 1e-5\n"
+    )
+    with pytest.raises(ConfigError, match=r"run.yaml: base_model must be a folder .* got 'weights'$"):
+        registry.check_source_early(source_of(path), trainer=None, device="sim:t4", changes={})
 
 
 def test_a_recipe_without_a_dataset_is_told_with_what_may_stand_in() -> None:

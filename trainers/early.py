@@ -28,14 +28,16 @@ def check(trainer: str, values: Mapping[str, object], inspection: Inspection) ->
         _check_keys(table, values, inspection)
     with or_stated(inspection):
         with_local_file(dict(values), needed=inspection.prompt_tokens is None)
-    if table is None:
-        return
     model = values.get("model_name_or_path")
-    if not model:
+    if not model and table is not None:  # else a misspelt key may be the model's
         raise ConfigError(NO_MODEL)
     if isinstance(model, str) and (_is_path(model) or _is_nowhere(model)) and not os.path.exists(model):
         raise ConfigError(unknown_model(model, simulated=inspection.simulated))
-    if inspection.prompt_tokens is None and not (values.get("dataset_name") or values.get("datasets")):
+    if (
+        table is not None
+        and inspection.prompt_tokens is None
+        and not (values.get("dataset_name") or values.get("datasets"))
+    ):
         raise ConfigError(f"{NO_DATA}, {STATE_IT}" if inspection.simulated else NO_DATA)
 
 

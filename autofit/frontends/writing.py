@@ -355,6 +355,15 @@ def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
     return cast("Mapping[str, str]", origin.get("names", {}))
 
 
+def in_own_names(origin: Mapping[str, object], text: str) -> str:
+    """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
+    names = {key: name for key, name in own_names(origin).items() if "_" in key}
+    if not names:
+        return text
+    keys = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.-])(?:{keys})(?![\w.-])", lambda found: names[found[0]], text)
+
+
 def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """(changes in the keys of the file that a recipe was, the words of those that it has no key for)."""
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
