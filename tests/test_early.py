@@ -332,7 +332,7 @@ def test_a_file_that_is_missing_is_told_without_a_table(
             )  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").mkdir()
-    for model in ("weights", "gpt2", "someone/weights"):
+    for model in ("weights", "gpt2", "someone/weights", "${first}"):
         check("grpo", {"model_name_or_path": model}, ASKED)
 
 

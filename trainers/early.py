@@ -61,6 +61,7 @@ _FIRST_MODELS = re.compile(r"(albert|bert|camembert|ctrl|distil|gpt2|openai-gpt|
 
 def _is_nowhere(name: str) -> bool:
     """Whether `name`, where it is no folder, can be no model of the hub or the catalogue either."""
-    if "/" in name or _FIRST_MODELS.match(name) or os.environ.get("HF_ENDPOINT"):
+    is_bare = re.fullmatch(r"[\w.-]+", name)  # without an owner, and not ${stage} of a pipeline
+    if not is_bare or _FIRST_MODELS.match(name) or os.environ.get("HF_ENDPOINT"):
         return False
     return catalogue.architecture(name) is None
