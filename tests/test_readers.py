@@ -575,6 +575,14 @@ def test_axolotls_cut_cross_entropy_is_the_loss_over_samples(
     assert of_yaml(tmp_path, {**AXO, "plugins": [plugin], **more}).values.get("cut_cross_entropy") is cut
 
 
+def test_a_misspelt_key_is_told_beside_the_one_that_is_missing(tmp_path: Path) -> None:
+    values = {key: value for key, value in AXO_LORA.items() if key != "lora_r"}
+    with pytest.raises(ConfigError, match=r"lora_r is missing, .*; unknown key 'lora_rr'; the nearest valid one is"):
+        of_yaml(tmp_path, {**values, "lora_rr": 16})
+    with pytest.raises(ConfigError, match=r"lora_r is missing, .* with adapter: lora$"):
+        of_yaml(tmp_path, {**values, "xyzzy": 16})
+
+
 def test_axolotls_fsdp_is_a_launch_and_an_unknown_key_is_named_as_ignored(tmp_path: Path) -> None:
     config = {"offload_params": True, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT",
               "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}  # fmt: skip
