@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from recipes import grpo_recipe
 from tiny import write_model
 
 import autofit
+from autofit.api.planning import _or_halve
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.frontends import ms_swift, sharing
@@ -1004,6 +1007,16 @@ def test_a_change_beside_a_script_of_verl_is_an_override(tmp_path: Path) -> None
     for wrong in (micro[:-1], micro.removeprefix("actor_rollout_ref.")[:-1]):
         with pytest.raises(ConfigError, match=f"verl has no key {micro[:-1]}, and hydra refuses it"):
             changed(source_of(path), {wrong: 8})
+
+
+def test_how_the_weights_take_less_is_said_in_the_keys_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, "finetuning_type": "full"}))
+    source = source_of(path)
+    recipe = replace(grpo_recipe(), resolved=source.values, foreign=source.foreign)
+    assert _or_halve(recipe) == " or set pure_bf16: true"
+    assert _or_halve(replace(recipe, resolved={"dtype": "bfloat16"})) == ""
+    assert _or_halve(replace(recipe, foreign={})) == " or change dtype"
 
 
 def test_what_a_search_changed_is_said_in_the_names_of_the_users_own_file(tmp_path: Path) -> None:
