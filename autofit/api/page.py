@@ -12,7 +12,7 @@ from autofit.api.lower_tiers import outside_lines
 from autofit.api.markup import STYLE, Html, Text, bullets, element, escaped, joined, table
 from autofit.api.promoted import PromotedRun
 from autofit.api.results import SearchResult
-from autofit.api.tables import html_of, margin_sentence, sensitivity_table, sentence
+from autofit.api.tables import html_of, sensitivity_table, sentence
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.recipe import inner_value
 from autofit.space.traits import describe_changes, reason_for, samples_word
@@ -102,13 +102,13 @@ def _changed(result: SearchResult) -> list[Html]:
         return []
     head = element("h2", "What was changed, and why")
     notes = [sentence(note) for note in (result.confirmation_note, result.repeat_note, result.proof) if note]
-    if result.margin is not None and (free := margin_sentence(result.margin)):
+    if free := result.margin_words():
         notes.append(f"{free}.")
     if not best.changes:
         return [head, element("p", "Nothing: the recipe as it is wins."), bullets(notes)]
     rows = [
-        (element("code", key), element("code", _value(old)), element("code", _value(new)), _tier(key, best, result),
-         joined([reason_for(key, result.traits),
+        (element("code", result.names.get(key, key)), element("code", _value(old)), element("code", _value(new)),
+         _tier(key, best, result), joined([reason_for(key, result.traits),
                  *(element("div", line, kind="soft") for line in _alone(key, old, result))]))
         for key, old, new in _settings(best, result.original)
     ]  # fmt: skip

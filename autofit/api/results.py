@@ -162,9 +162,10 @@ class SearchResult(Shown):
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours, self.names)
         notes = [sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
+        all_predicted = self.fidelity == Fidelity.PREDICTED  # which is then said once
         sentences = [
             *(sentence(text) for text in self.reasons),
-            f"{margin}." if self.margin is not None and (margin := self._margin_words(self.margin)) else "",
+            f"{free}." if (free := self.margin_words(predicted=all_predicted)) else "",
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
@@ -174,10 +175,12 @@ class SearchResult(Shown):
         runs = [part for run in self.promoted for part in run.parts()]
         return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside, *runs]
 
-    def _margin_words(self, margin: Margin) -> str:
-        """What the winner leaves free; that this is predicted goes without saying where all is."""
-        key = margin.key and self.names.get(margin.key, margin.key)
-        return margin_sentence(replace(margin, key=key), predicted=self.fidelity == Fidelity.PREDICTED)
+    def margin_words(self, *, predicted: bool = False) -> str:
+        """What the winner leaves free, as a sentence; "" without a target. `predicted`: as `margin_sentence` has it."""
+        if self.margin is None:
+            return ""
+        key = self.margin.key and self.names.get(self.margin.key, self.margin.key)
+        return margin_sentence(replace(self.margin, key=key), predicted=predicted)
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of device-used (GB) against step time (s): every trial, the front and the target."""
