@@ -33,11 +33,8 @@ def check(trainer: str, values: Mapping[str, object], inspection: Inspection) ->
         raise ConfigError(NO_MODEL)
     if isinstance(model, str) and (_is_path(model) or _is_nowhere(model)) and not os.path.exists(model):
         raise ConfigError(unknown_model(model, simulated=inspection.simulated))
-    if (
-        table is not None
-        and inspection.prompt_tokens is None
-        and not (values.get("dataset_name") or values.get("datasets"))
-    ):
+    has_data = values.get("dataset_name") or values.get("datasets")
+    if table is not None and inspection.prompt_tokens is None and not has_data:
         raise ConfigError(f"{NO_DATA}, {STATE_IT}" if inspection.simulated else NO_DATA)
 
 

@@ -68,7 +68,7 @@ _LOOK_S = 0.1  # between two looks at a run
 def edit_note(record: StudyRecord, cwd: Path) -> str:
     """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
     path = Path(str(record.foreign["path"])) if record.foreign else cwd / f"{record.recipe_name}.yaml"
-    if not record.used or not path.is_file() or path.suffix not in (".yaml", ".yml"):
+    if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml"):
         return ""
     if path.stat().st_mtime <= datetime.fromisoformat(record.used).timestamp():
         return ""
@@ -80,7 +80,7 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
     other = [
         key for key in {**known, **now}
         if key != "env"
-        # Else a key of older libraries:
+        # of a recipe of TRL no key that is left out now, and none of older libraries
         and (record.foreign or (key in now and record.other_names.get(key, key) in record.resolved))
         and now.get(key) != known.get(key)
     ]  # fmt: skip
