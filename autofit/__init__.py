@@ -1,5 +1,6 @@
 """autofit: the fastest GRPO configuration that fits a VRAM budget, at exactly the same effective batch."""
 
+import warnings
 from importlib import import_module
 from os import path as _path
 from typing import TYPE_CHECKING
@@ -46,7 +47,9 @@ _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads noth
 def __getattr__(name: str) -> object:
     if name not in _FOUND_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FOUND_IN[name]), name)
+    with warnings.catch_warnings():  # of tqdm, which Optuna imports, in a notebook without ipywidgets
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        return getattr(import_module(_FOUND_IN[name]), name)
 
 
 def __dir__() -> list[str]:

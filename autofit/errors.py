@@ -65,9 +65,13 @@ def told(text: str, named: Callable[[Option], str]) -> str:
 class ConfigError(AutofitError, ValueError):
     """The user's input (recipe, space, option, path) cannot be used as it is."""
 
+    def put(self, text: str) -> Self:
+        """The same error in other words."""
+        return type(self)(text)
+
     def within(self, what: str) -> Self:
         """The same error of `what`, as a recipe's file."""
-        return type(self)(f"{what}: {self.marked}")
+        return self.put(f"{what}: {self.marked}")
 
 
 class UnknownKeyError(ConfigError):
@@ -75,8 +79,8 @@ class UnknownKeyError(ConfigError):
 
     keys: tuple[str, ...] = ()
 
-    def within(self, what: str) -> Self:
-        named = super().within(what)
+    def put(self, text: str) -> Self:
+        named = super().put(text)
         named.keys = self.keys
         return named
 

@@ -78,6 +78,23 @@ def test_the_names_are_listed_and_load_nothing_before_they_are_used() -> None:
         autofit.__getattr__("serach")
 
 
+@pytest.mark.slow
+def test_a_search_in_a_notebook_without_widgets_warns_of_no_progress_bar() -> None:
+    code = """
+import sys, types
+sys.modules["ipywidgets"] = None
+sys.modules["ipykernel.zmqshell"] = shell = types.ModuleType("IPython")
+sys.modules["IPython"] = shell
+shell.get_ipython = lambda: None
+import autofit
+autofit.search
+assert "tqdm.auto" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "IProgress" not in done.stderr
+
+
 @pytest.mark.parametrize("name", autofit.api.__all__)
 def test_every_name_that_the_api_lists_is_there(name: str) -> None:
     assert getattr(autofit.api, name).__name__ == name

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from before_imports import refused
 
 from autofit.cli import main
 from autofit.errors import ConfigError
+from autofit.frontends.writing import source_of
 from autofit.plugin import registry
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.recipe.yaml_file import read_source
-from autofit.trainers import key_table
+from autofit.trainers import key_table, rules
 from autofit.trainers.early import check
 from autofit.trainers.key_table import table_of
 from autofit.trainers.names import parser_of
@@ -126,6 +127,9 @@ BROKEN: list[tuple[str, dict[str, Any], str, bool]] = [
     ("dpo", {"loss_type": ["sigmoid", "sigmod"]}, "the nearest valid one is 'sigmoid'", False),
     ("grpo", {"scale_rewards": "groups"}, "the nearest valid one is 'group'", False),
     ("grpo", {"vllm_mode": "colocated"}, "the nearest valid one is 'colocate'", False),
+    ("sft", {"debug": "underflow"}, "got 'underflow'; the nearest valid one is 'underflow_overflow'", True),
+    ("grpo", {"accelerator_config": {"split_batch": True}}, "no key 'split_batch'; the nearest valid one is", True),
+    ("sft", {"accelerator_config": "none.json"}, "a mapping or a JSON file; there is no file 'none.json'", True),
     ("sft", {"eval_strategy": False}, 'YAML reads an unquoted no as false: write "no"', True),
 ]  # fmt: skip
 KEPT: list[tuple[str, dict[str, Any]]] = [
@@ -138,6 +142,8 @@ KEPT: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 250}), ("sft", {"packing": True}),
     ("sft", {"padding_free": True, "max_length": None}), ("sft", {"logging_strategy": "epoch", "logging_steps": 0}),
     ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}), ("dpo", {"loss_type": "ipo"}),
+    ("sft", {"debug": "underflow_overflow", "max_steps": 0, "accelerator_config": {"split_batches": False}}),
+    ("sft", {"accelerator_config": '{"even_batches": true}'}),
 ]  # fmt: skip
 
 
@@ -175,6 +181,13 @@ def test_whole_groups_are_counted_over_the_ranks(kept: Path) -> None:
 def test_the_losses_that_are_told_early_are_those_of_the_installed_trl() -> None:
     source = inspect.getsource(importlib.import_module("trl.trainer.dpo_trainer"))
     assert set(re.findall(r'if loss_type == "(\w+)"', source)) == set(key_table.DPO_LOSSES)
+
+
+def test_the_parts_of_values_that_are_told_early_are_those_of_the_installed_transformers() -> None:
+    config = importlib.import_module("transformers.trainer_pt_utils").AcceleratorConfig
+    options = importlib.import_module("transformers.debug_utils").DebugOption
+    assert {field.name for field in fields(config)} == set(rules.ACCELERATOR_KEYS)
+    assert [option.value for option in options] == list(rules.DEBUG_OPTIONS)
 
 
 def test_wrong_values_are_told_beside_an_unknown_key(kept: Path) -> None:
@@ -299,17 +312,38 @@ def test_a_torn_table_is_made_again(kept: Path, torn: str) -> None:
     assert key_table.kept_table("reward") is not None
 
 
-def test_a_file_that_is_missing_is_told_without_a_table(kept: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_told_without_a_table(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = {"model_name_or_path": "a/b", "dataset_name": "data.jsonl", "reward_funcs": ["accuracy_reward"]}
     with pytest.raises(ConfigError, match=r"the recipe: dataset_name 'data.jsonl' .* no such file .*--prompt-tokens N"):
         registry.check_source_early(read_source(recipe), trainer=None, device="sim:t4", changes={})
     registry.check_source_early(read_source(recipe), trainer=None, device="sim:t4", changes={}, prompt_tokens=64)
     keep_keys("grpo")
-    with pytest.raises(ConfigError, match=r"model_name_or_path: there is no folder './weights' with a config.json"):
-        registry.check_source_early(
-            read_source({**recipe, "model_name_or_path": "./weights"}), trainer=None, device="sim:t4", changes={},
-            prompt_tokens=64,
-        )  # fmt: skip
+    for model, said in {
+        "./weights": "model_name_or_path: there is no folder './weights' with a config.json",
+        "weights": "must be a folder with a config.json, .* got 'weights'",
+        "Qwen3-8B": "got 'Qwen3-8B'; similar names: Qwen/Qwen3-8B",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            registry.check_source_early(
+                read_source({**recipe, "model_name_or_path": model}), trainer=None, device="sim:t4", changes={},
+                prompt_tokens=64,
+            )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    for model in ("weights", "gpt2", "someone/weights", "${first}"):
+        check("grpo", {"model_name_or_path": model}, ASKED)
+
+
+def test_what_is_wrong_is_said_in_the_names_of_another_tools_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "base_model: weights\ndatasets: [{path: a, type: alpaca}]\nmicro_batch_size: 1\n"
+        "gradient_accumulation_steps: 1\nsequence_len: 64\nlearning_rate: 1e-5\n"
+    )
+    with pytest.raises(ConfigError, match=r"run.yaml: base_model must be a folder .* got 'weights'$"):
+        registry.check_source_early(source_of(path), trainer=None, device="sim:t4", changes={})
 
 
 def test_a_recipe_without_a_dataset_is_told_with_what_may_stand_in() -> None:

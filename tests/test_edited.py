@@ -1,11 +1,13 @@
 """A recipe that was edited after its search is told when a trial is promoted."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autofit.promotion.promotion import edit_note
+from autofit.recipe.secrets import sealed, sealed_text
 from autofit.tuning.record import StudyRecord
 
 RECORD = StudyRecord(
@@ -29,6 +31,24 @@ def test_an_edit_is_told_with_both_values(tmp_path: Path) -> None:
     )
     assert "1e-05 (the study: not given); the study's copy is what is trained" in said
     assert "open" not in said
+
+
+def test_a_token_is_neither_told_nor_taken_for_an_edit(tmp_path: Path) -> None:
+    values = sealed({"hub_token": "hf_" + "a" * 20, "max_steps": 60})
+    record = replace(RECORD, values=values, resolved=values)
+    for token, edited in (("a", "says max_steps 300"), ("b", "says hub_token '***' (the study: '***'), max_steps 300")):
+        said = edit_note(record, written(tmp_path, f"hub_token: hf_{token * 20}\nmax_steps: 300\n"))
+        assert edited in said
+        assert "hf_" not in said
+
+
+def test_an_edit_of_another_tools_file_is_told_in_its_keys(tmp_path: Path) -> None:
+    text = "base_model: m\nhub_token: hf_aaaaaaaaaaaaaaaaaaaa\nlora_r: 8\n"
+    origin = {"tool": "Axolotl", "path": str(written(tmp_path, text) / "run.yaml"), "text": sealed_text(text)}
+    record = replace(RECORD, foreign=origin)
+    assert edit_note(record, tmp_path) == ""
+    written(tmp_path, text.replace("8", "16"))
+    assert "run.yaml was edited after the search and says lora_r 16 (the study: 8);" in edit_note(record, tmp_path)
 
 
 @pytest.mark.parametrize(

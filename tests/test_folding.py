@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.api.events import TrialResult
-from autofit.api.monitoring import Card, Host, Probe, Snapshot, tables_of
+from autofit.api.monitoring import Card, Host, Probe, Snapshot
 from autofit.api.tables import Shown, _text_of, front_table, sensitivity_table
 from autofit.errors import ConfigError, option
 from autofit.folding import Folding
@@ -85,10 +85,8 @@ def watched() -> list[Table]:
         device_used_bytes=30 * GB, rss_bytes=5 * GB, cpu_frac=1.2, study="qwen3-4b-grpo-40gb-a100-0f3c",
         changes="per_device_train_batch_size 8 -> 4, gradient_accumulation_steps 2 -> 4",
     )  # fmt: skip
-    shown = tables_of(
-        Snapshot(time=0.0, folder=Path("autofit-studies"), cards=(card,), host=host, probes=(probe,), runs=())
-    )
-    return [table for table in shown if isinstance(table, Table)]
+    found = Snapshot(time=0.0, folder=Path("autofit-studies"), cards=(card,), host=host, probes=(probe,), runs=())
+    return [table for table in found.parts() if isinstance(table, Table)]
 
 
 def words(table: Table) -> Iterator[str]:

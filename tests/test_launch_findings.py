@@ -353,7 +353,9 @@ def test_doctor_prints_each_finding_and_ends_with_1_where_it_would_not_train(
     assert f"error: the accelerate config {launch}: fsdp_config.fsdp_activation_checkpointing: true together" in told
     options += ["--set", "gradient_checkpointing=false"]
     assert main(["doctor", str(recipe), "--accelerate_config", str(launch), *options]) == 0
-    assert "error" not in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "error" not in said.out
+    assert ("nothing wrong was found" in said.err) == ("warning" not in said.out)
 
 
 def test_keys_of_fsdp_without_their_prefix_are_seen(tmp_path: Path) -> None:

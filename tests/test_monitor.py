@@ -24,7 +24,6 @@ from drivers import FAKE_GPU_UUID, Card, Driver
 from search_driver import plan
 
 import autofit
-from autofit.api.monitoring import tables_of
 from autofit.api.promoted import Runs
 from autofit.cli import main
 from autofit.cluster.slurm import Queue
@@ -358,11 +357,12 @@ def test_names_with_markup_are_shown_as_they_are(folder: Path) -> None:
     from rich.console import Console
 
     console = Console(width=200, record=True, file=io.StringIO())
-    for table in tables_of(found):
+    for table in found.parts():
         console.print(table)
     text = console.export_text()
     assert "[red]law[/]" in text
     assert "[bold]x" in text
+    assert all("[red]law[/]" in shown and "[bold]x" in shown for shown in (str(found), found._repr_html_()))
 
 
 class Terminal:

@@ -64,8 +64,10 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 def test_trl_runs_the_tuned_yaml_unchanged_for_a_step(studied: Path, tmp_path: Path, fork_server: ForkServer) -> None:
-    done = run(studied, "promote", "best", "--write-only", "--out", "tuned.yaml")
+    done = run(studied, "promote", "best", "--write-only", "--out", "tuned.yaml", "--json")
     assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["status"], said["yaml_path"]) == ("written", "tuned.yaml")
     values = yaml.safe_load((studied / "tuned.yaml").read_text())
     assert values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] == 8
     arguments = ["--config", "tuned.yaml", "--max_steps", "1", "--output_dir", str(tmp_path)]

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from recipes import grpo_recipe
 from tiny import write_model
 
 import autofit
+from autofit.api.planning import _or_halve
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.frontends import ms_swift, sharing
@@ -18,9 +21,10 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.draft import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, changed, in_own_keys, own_text, own_words, source_of, written
+from autofit.frontends.writing import can_say, changed, in_own_keys, own_names, own_text, own_words, source_of, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
+from autofit.space.traits import describe_changes
 
 LLAMA: dict[str, object] = {
     "model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "do_train": True, "finetuning_type": "lora",
@@ -574,6 +578,14 @@ def test_axolotls_cut_cross_entropy_is_the_loss_over_samples(
     assert of_yaml(tmp_path, {**AXO, "plugins": [plugin], **more}).values.get("cut_cross_entropy") is cut
 
 
+def test_a_misspelt_key_is_told_beside_the_one_that_is_missing(tmp_path: Path) -> None:
+    values = {key: value for key, value in AXO_LORA.items() if key != "lora_r"}
+    with pytest.raises(ConfigError, match=r"lora_r is missing, .*; unknown key 'lora_rr'; the nearest valid one is"):
+        of_yaml(tmp_path, {**values, "lora_rr": 16})
+    with pytest.raises(ConfigError, match=r"lora_r is missing, .* with adapter: lora$"):
+        of_yaml(tmp_path, {**values, "xyzzy": 16})
+
+
 def test_axolotls_fsdp_is_a_launch_and_an_unknown_key_is_named_as_ignored(tmp_path: Path) -> None:
     config = {"offload_params": True, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT",
               "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}  # fmt: skip
@@ -997,6 +1009,31 @@ def test_a_change_beside_a_script_of_verl_is_an_override(tmp_path: Path) -> None
             changed(source_of(path), {wrong: 8})
 
 
+def test_how_the_weights_take_less_is_said_in_the_keys_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, "finetuning_type": "full"}))
+    source = source_of(path)
+    recipe = replace(grpo_recipe(), resolved=source.values, foreign=source.foreign)
+    assert _or_halve(recipe) == " or set pure_bf16: true"
+    assert _or_halve(replace(recipe, resolved={"dtype": "bfloat16"})) == ""
+    assert _or_halve(replace(recipe, foreign={})) == " or change dtype"
+
+
+def test_what_a_search_changed_is_said_in_the_names_of_the_users_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for values, changes, said in [
+        (LLAMA | {"cutoff_len": 64}, {"max_length": 32, "gradient_checkpointing": False},
+         "cutoff_len 64 -> 32, gradient_checkpointing True -> False"),  # whose key says the opposite
+        (AXO_LORA | {"micro_batch_size": 2}, {"per_device_train_batch_size": 1, "lora_r": 4},
+         "micro_batch_size 2 -> 1, lora_r 8 -> 4"),
+    ]:  # fmt: skip
+        path.write_text(yaml.safe_dump(values))
+        source = source_of(path)
+        assert describe_changes(changes, source.values, own_names(source.foreign)) == said
+        assert describe_changes(changes, source.values).startswith(next(iter(changes)))
+    assert own_names({}) == own_names({"tool": "Axolotl"}) == {}
+
+
 def test_a_change_of_a_script_is_in_its_own_training_and_its_own_words(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(SWIFT + "swift infer --max_length 1\n")
@@ -1219,3 +1256,38 @@ def test_adapters_to_go_on_with_are_looked_for_and_their_rank_is_read(
     )
     (adapter / "adapter_config.json").write_text('{"r": 8}')
     assert "there" not in said("./there")
+
+
+def test_datasets_on_disk_that_are_not_there_are_noted_and_those_of_the_hub_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def gone(notes: tuple[str, ...]) -> list[str]:
+        return [note.partition(", without which")[0] for note in notes if "does not start" in note]
+
+    def axolotl(**entry: object) -> list[str]:
+        return gone(of_yaml(tmp_path, {**AXO_LORA, "datasets": [{"type": "alpaca", **entry}]}).notes)
+
+    def swift(name: str) -> list[str]:
+        return gone(of_script(tmp_path, f"swift sft --model Qwen/Qwen3-4B --dataset {name}\n").notes)
+
+    def llama(**changes: object) -> list[str]:
+        return gone(of_yaml(tmp_path, {**LLAMA, **changes}).notes)
+
+    assert axolotl(path="./my.jsonl") == ["datasets: there is no './my.jsonl' here"]
+    assert axolotl(path="json", data_files=["a.json"]) == ["datasets: there is no 'a.json' here"]
+    assert swift("a/b ./my.jsonl#500") == ["dataset: there is no './my.jsonl' here"]
+    assert swift("$DATA a/b#5 HF::a/b:default s3://a/b.jsonl '~x.json'") == ["dataset: there is no '~x.json' here"]
+    assert axolotl(path="a/b") == axolotl(path="s3://a/b.json") == axolotl(path="x" * 5000) == []
+    assert llama(dataset="a") == llama(dataset="a", dataset_dir="ONLINE") == []
+    assert llama(dataset="a", dataset_dir="own") == ["dataset_dir: 'own' has no dataset_info.json here"]
+
+    (tmp_path / "my.jsonl").touch()
+    assert axolotl(path="./my.jsonl") == swift("./my.jsonl#500") == []
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/dataset_info.json").write_text('{"a": {"file_name": "a.json"}, "b": {"hf_hub_url": "c/d"}}')
+    assert llama(dataset="b, c", dataset_dir="own") == ["dataset: dataset_info.json in 'own' has no 'c'"]
+    assert llama(dataset="a", dataset_dir="own") == ["dataset: there is no './own/a.json' here"]
+    (tmp_path / "own/a.json").touch()
+    assert llama(dataset="a,b", dataset_dir="own") == []

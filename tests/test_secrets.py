@@ -13,7 +13,9 @@ import autofit
 from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import cache_folder
-from autofit.recipe.secrets import opened, sealed, without_secrets
+from autofit.frontends.writing import OwnFile, source_of
+from autofit.recipe.secrets import opened, opened_text, sealed, sealed_text, without_secrets
+from autofit.tuning.search import sealed_file
 
 TOKEN, KEY, PASSWORD = "hf_" + "t" * 30, "not-by-its-look-0123456789", "p4ssw0rd-in-a-url"
 GIVEN = {
@@ -30,6 +32,42 @@ def test_every_secret_becomes_a_reference_and_comes_back() -> None:
     kept = ("lora_r", "token", "reward_funcs", "pad_token")
     assert {key: found[key] for key in kept} == {key: GIVEN[key] for key in kept}
     assert opened(found) == GIVEN
+
+
+def test_secrets_in_the_text_of_a_file_become_references_and_come_back() -> None:
+    text = f"""hub_token: a&b$c  # mine
+hf_hub_token: null
+wandb_api_key: "two words"
+pad_token: <pad>
+export WANDB_API_KEY={KEY}; swift sft --flag --hf_hub_token \\
+  {KEY} --hub_token $HF --password '{KEY}' --other {{token: {KEY}, lora_r: 8}}
+# {TOKEN} https://me:{PASSWORD}@host
+hub_token:
+lora_r: 8
+"""
+    found = sealed_text(text)
+    assert not [secret for secret in (TOKEN, KEY, PASSWORD, "a&b", "c  #", "two words") if secret in found]
+    for line in ("hf_hub_token: null", "pad_token: <pad>", "--hub_token $HF", "hub_token:\nlora_r: 8", "lora_r: 8}"):
+        assert line in found
+    assert sealed_text(found) == found
+    assert opened_text(found) == text
+
+
+def test_the_file_of_another_tool_is_kept_without_its_secrets_and_written_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"""base_model: Qwen/Qwen3-4B
+datasets: [{{path: a}}]
+adapter: lora
+lora_r: 8  # mine
+lora_alpha: 16
+lora_target_linear: true
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+hub_token: {TOKEN}
+""")
+    kept = sealed_file(source_of(path).foreign)
+    assert TOKEN not in repr(kept)
+    assert OwnFile.of(kept, {"lora_r": 4}).text == path.read_text().replace("lora_r: 8", "lora_r: 4")
 
 
 # 24 kinds, as they stand in recipes; none may be read in anything that autofit keeps.

@@ -5,11 +5,13 @@ The inspection says the same, in the same words, and much more. What is not cert
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import Inspection
+from autofit.recipe import catalogue
 
 from .key_table import KeyTable, kept_table, taken_env
 from .names import overridden_by
@@ -26,14 +28,13 @@ def check(trainer: str, values: Mapping[str, object], inspection: Inspection) ->
         _check_keys(table, values, inspection)
     with or_stated(inspection):
         with_local_file(dict(values), needed=inspection.prompt_tokens is None)
-    if table is None:
-        return
     model = values.get("model_name_or_path")
-    if not model:
+    if not model and table is not None:  # else a misspelt key may be the model's
         raise ConfigError(NO_MODEL)
-    if isinstance(model, str) and _is_path(model) and not os.path.exists(model):
+    if isinstance(model, str) and (_is_path(model) or _is_nowhere(model)) and not os.path.exists(model):
         raise ConfigError(unknown_model(model, simulated=inspection.simulated))
-    if inspection.prompt_tokens is None and not (values.get("dataset_name") or values.get("datasets")):
+    has_data = values.get("dataset_name") or values.get("datasets")
+    if table is not None and inspection.prompt_tokens is None and not has_data:
         raise ConfigError(f"{NO_DATA}, {STATE_IT}" if inspection.simulated else NO_DATA)
 
 
@@ -49,3 +50,15 @@ def _check_keys(table: KeyTable, values: Mapping[str, object], inspection: Inspe
 def _is_path(name: str) -> bool:
     """Whether `name` can only be a folder: no name on the hub looks like that."""
     return Path(name).is_absolute() or name.startswith(("./", "../"))
+
+
+# Names without an owner that the hub still knows, of the models that it began with; no other one has been added since.
+_FIRST_MODELS = re.compile(r"(albert|bert|camembert|ctrl|distil|gpt2|openai-gpt|roberta|t5|transfo-xl|xlm|xlnet)")
+
+
+def _is_nowhere(name: str) -> bool:
+    """Whether `name`, where it is no folder, can be no model of the hub or the catalogue either."""
+    is_bare = re.fullmatch(r"[\w.-]+", name)  # without an owner, and not ${stage} of a pipeline
+    if not is_bare or _FIRST_MODELS.match(name) or os.environ.get("HF_ENDPOINT"):
+        return False
+    return catalogue.architecture(name) is None

@@ -4,8 +4,11 @@ Those of `TrainingArguments._validate_args`, of the `__post_init__` of TRL's con
 transformers 5.23 and TRL 1.16. A number that is given as text is left to their parser.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from autofit.errors import nearest
 
 # The keys whose values, where a recipe leaves them out, the rules need.
 READ = (
@@ -18,6 +21,11 @@ READ = (
 )  # fmt: skip
 _MICRO, _ACCUMULATION, _GROUP = "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"
 _ROLLOUT, _STEPS = "generation_batch_size", "steps_per_generation"
+DEBUG_OPTIONS = ("underflow_overflow", "tpu_metrics_debug")  # DebugOption of transformers
+ACCELERATOR_KEYS = (  # AcceleratorConfig of transformers
+    "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
+    "gradient_accumulation_kwargs", "use_configured_state",
+)  # fmt: skip
 _RATIO = 1_000_000  # transformers compares ratios of a training in millionths
 
 
@@ -52,6 +60,7 @@ def broken(values: Mapping[str, object], defaults: Mapping[str, object], ranks: 
         yield f"lora_dropout must be from 0 to 1; got {dropout}"
     if values.get("dataloader_prefetch_factor") is not None and asked["dataloader_num_workers"] == 0:
         yield "dataloader_prefetch_factor needs dataloader_num_workers of 1 or more; it is 0"
+    yield from _named_parts(asked)
     yield from _losses(asked)
     yield from _packing(asked)
     if _GROUP in defaults:
@@ -109,6 +118,20 @@ def _best_model(asked: _Asked) -> Iterator[str]:
     if save % check and (mixed or (save * _RATIO) % (check * _RATIO)):
         other = ", which stands in for eval_steps" if between != "eval_steps" else ""
         yield f"{needs} save_steps to be a multiple of {between}{other}; got {save} and {check}"
+
+
+def _named_parts(asked: _Asked) -> Iterator[str]:
+    """Names inside of a value: the options of `debug`, the keys of `accelerator_config`, or its file."""
+    debug, config = asked.values.get("debug"), asked.values.get("accelerator_config")
+    for name in debug.split() if isinstance(debug, str) else ():
+        if name not in DEBUG_OPTIONS:
+            yield f"debug must be {' or '.join(DEBUG_OPTIONS)}; got {name!r}{nearest(name, DEBUG_OPTIONS)}"
+    for key in config if isinstance(config, Mapping) else ():
+        if key not in ACCELERATOR_KEYS:
+            known = nearest(str(key), ACCELERATOR_KEYS) or f"; it has {', '.join(ACCELERATOR_KEYS)}"
+            yield f"accelerator_config has no key {key!r}{known}"
+    if isinstance(config, str) and not config.startswith("{") and not os.path.isfile(config):
+        yield f"accelerator_config must be a mapping or a JSON file; there is no file {config!r}"
 
 
 def _losses(asked: _Asked) -> Iterator[str]:

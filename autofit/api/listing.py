@@ -13,6 +13,7 @@ from autofit.api.events import TrialResult
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown
 from autofit.folding import Folding
+from autofit.frontends.writing import own_names
 from autofit.probing.result import ProbeStatus
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import baseline, winner
@@ -104,7 +105,7 @@ def _summary(folder: Path, study: optuna.Study) -> StudySummary:
         trainer=record.trainer, device=record.device, target_bytes=record.target_bytes, used=record.used,
         trials=len(trials), finished=sum(t.status is not None for t in trials),
         fits=sum(t.status is ProbeStatus.FIT for t in trials), winner=row,
-        changes="" if row is None else describe_changes(row.changes, record.resolved),
+        changes="" if row is None else describe_changes(row.changes, record.resolved, own_names(record.foreign)),
         promoted=promoted_runs(folder, study.study_name), original=record.resolved,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from autofit.forecast.change import Change, Tell, asks_of_sizes, faster_changes
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
+from autofit.frontends.writing import own_names
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge
@@ -33,9 +34,9 @@ class Relaxed:
     device_used_bytes: float
     step_s: float
 
-    def words(self, original: Mapping[str, object]) -> str:
+    def words(self, original: Mapping[str, object], names: Mapping[str, str]) -> str:
         """Its changes, bytes and seconds, as part of a sentence."""
-        change = describe_changes(self.changes, original)
+        change = describe_changes(self.changes, original, names)
         used, seconds = format_bytes(round(self.device_used_bytes)), format_seconds(self.step_s)
         return f"{change}: {used}, {seconds} a step, predicted"
 
@@ -52,7 +53,8 @@ def where_a_lower_tier_is_faster(
     own = dict(zip(predictions.candidates, predictions.step_s, strict=True)).get(_candidate(plan.space, best))
     if found is None or own is None or not found.step_s * _WORTH_SAYING < own:
         return ""
-    words = f"{found.words(plan.recipe.resolved)} ({own / found.step_s:.1f}x the winner's speed)"
+    words = found.words(plan.recipe.resolved, own_names(plan.recipe.foreign))
+    words += f" ({own / found.step_s:.1f}x the winner's speed)"
     return f"the {found.tier} tier has a faster one: {words}; {command(asked, goal='speed-at-any-tier')}"
 
 
@@ -137,13 +139,13 @@ class Outside:
             shown_bytes=change.shown_bytes,
         )  # fmt: skip
 
-    def line(self, original: Mapping[str, object]) -> str:
+    def line(self, original: Mapping[str, object], names: Mapping[str, str] | None = None) -> str:
         """`dtype None -> bfloat16 (approximate): 8.35 s a step, 24.56 GB, 3.09x   --set dtype=bfloat16`."""
         figures = [] if self.step_s is None else [f"{format_seconds(self.step_s)} a step"]
         figures += [format_bytes(self.shown_bytes or self.device_used_bytes)]
         figures += [] if self.speedup is None else [f"{self.speedup:.2f}x"]
         how = f"in your file: {self.own}" if self.own else self.options
-        return f"{describe_changes(self.changes, original)} ({self.tier}): {', '.join(figures)}   {how}"
+        return f"{describe_changes(self.changes, original, names)} ({self.tier}): {', '.join(figures)}   {how}"
 
 
 def outside(
@@ -193,7 +195,10 @@ def is_known(kept: Mapping[str, object] | None, best: Trial | None, allow: Tier)
     return kept is not None and kept["trial"] == (None if best is None else best.number) and kept["allow"] == allow
 
 
-def outside_lines(found: Sequence[Outside], original: Mapping[str, object], allow: Tier, *, fits: bool) -> list[str]:
+def outside_lines(
+    found: Sequence[Outside], original: Mapping[str, object], allow: Tier, *, fits: bool,
+    names: Mapping[str, str] | None = None,
+) -> list[str]:  # fmt: skip
     """The changes under a heading; [] without one."""
     if not found:
         return []
@@ -202,4 +207,4 @@ def outside_lines(found: Sequence[Outside], original: Mapping[str, object], allo
     head = f"Faster on top of the winner, but outside the {allow} tier" if fits else "What would fit"
     how = "write it into your file" if any(one.own for one in found) else "the same command with its --set"
     tries = [f"To use one: {how}. To try them all: {lower}{goal}."] if lower else []
-    return [f"{head}, predicted:", *(f"  {one.line(original)}" for one in found), *tries]
+    return [f"{head}, predicted:", *(f"  {one.line(original, names)}" for one in found), *tries]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.promoted import PromotedRun, Runs
+from autofit.api.tables import Shown
 from autofit.errors import AutofitError, ConfigError, option
 from autofit.folding import Folding
 from autofit.hardware.health import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
@@ -133,8 +134,8 @@ class Run:
     alloc_retries: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Snapshot(Shown):
     """Everything at one moment."""
 
     time: float  # seconds since 1970
@@ -147,6 +148,17 @@ class Snapshot:
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit monitor --json` prints: plain values only."""
         return {**asdict(self), "folder": str(self.folder)}
+
+    def parts(self) -> list[Table | str]:
+        """The tables from the top down; a sentence stands for an empty one."""
+        clock = time.strftime("%H:%M:%S", time.localtime(self.time))
+        probes = _probes(self.probes) if self.probes else "No probe is running."
+        runs = _runs(self.runs) if self.runs else "No trial was promoted."
+        if not self.probes and not self.runs and _is_new(self.folder):
+            devices = _devices(self.cards, self.host, f"Devices at {clock}")
+            return [devices, *_processes(self.cards), f"There are no studies in {self.folder} yet."]
+        devices = _devices(self.cards, self.host, f"Devices at {clock}, studies in {self.folder}")
+        return [devices, *_processes(self.cards), probes, runs, *_contracts(self.runs)]
 
 
 def monitor(folder: str | Path = FOLDER, *, storage: str | None = None) -> Snapshot:
@@ -281,18 +293,6 @@ def _count(line: dict[str, object], key: str) -> int | None:
 _NONE = "-"
 _STATES = {"running": "green", "done": "cyan", "failed": "red", "interrupted": "yellow"}
 _KEPT = {True: Text("yes"), False: Text("NO", style="bold red"), None: Text(_NONE)}
-
-
-def tables_of(snapshot: Snapshot) -> list[Table | str]:
-    """The tables from the top down; a sentence stands for an empty one."""
-    clock = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
-    probes = _probes(snapshot.probes) if snapshot.probes else "No probe is running."
-    runs = _runs(snapshot.runs) if snapshot.runs else "No trial was promoted."
-    if not snapshot.probes and not snapshot.runs and _is_new(snapshot.folder):
-        devices = _devices(snapshot.cards, snapshot.host, f"Devices at {clock}")
-        return [devices, *_processes(snapshot.cards), f"There are no studies in {snapshot.folder} yet."]
-    devices = _devices(snapshot.cards, snapshot.host, f"Devices at {clock}, studies in {snapshot.folder}")
-    return [devices, *_processes(snapshot.cards), probes, runs, *_contracts(snapshot.runs)]
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[Text]], *, texts: Sequence[str] = ()) -> Table:

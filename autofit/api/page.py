@@ -12,7 +12,7 @@ from autofit.api.lower_tiers import outside_lines
 from autofit.api.markup import STYLE, Html, Text, bullets, element, escaped, joined, table
 from autofit.api.promoted import PromotedRun
 from autofit.api.results import SearchResult
-from autofit.api.tables import html_of, margin_sentence, sensitivity_table, sentence
+from autofit.api.tables import html_of, sensitivity_table, sentence
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.recipe import inner_value
 from autofit.space.traits import describe_changes, reason_for, samples_word
@@ -102,13 +102,13 @@ def _changed(result: SearchResult) -> list[Html]:
         return []
     head = element("h2", "What was changed, and why")
     notes = [sentence(note) for note in (result.confirmation_note, result.repeat_note, result.proof) if note]
-    if result.margin is not None and (free := margin_sentence(result.margin)):
+    if free := result.margin_words():
         notes.append(f"{free}.")
     if not best.changes:
         return [head, element("p", "Nothing: the recipe as it is wins."), bullets(notes)]
     rows = [
-        (element("code", key), element("code", _value(old)), element("code", _value(new)), _tier(key, best, result),
-         joined([reason_for(key, result.traits),
+        (element("code", result.names.get(key, key)), element("code", _value(old)), element("code", _value(new)),
+         _tier(key, best, result), joined([reason_for(key, result.traits),
                  *(element("div", line, kind="soft") for line in _alone(key, old, result))]))
         for key, old, new in _settings(best, result.original)
     ]  # fmt: skip
@@ -176,7 +176,7 @@ def _trials(result: SearchResult) -> list[Html]:
     word = samples_word(result.original)
     heads = ("trial", "tier", "status", "changes", "device-used", "step", f"{word}/s", "speed-up")
     best = None if result.winner is None else result.winner.number
-    rows = [_trial(row, result.original, front) for row in result.trials]
+    rows = [_trial(row, result, front) for row in result.trials]
     marked = [place for place, row in enumerate(result.trials) if row.number == best]
     counts = [f"{count} {name}" for name, count in result.counts.items() if count and name in list(ProbeStatus)]
     caption = f"{len(result.trials)} trials: {', '.join(counts)}. * is on the front; the winner is shaded."
@@ -185,7 +185,7 @@ def _trials(result: SearchResult) -> list[Html]:
     return [element("h2", "Trials"), table(heads, rows, numbers=(4, 5, 6, 7), marked=marked, caption=caption)]
 
 
-def _trial(row: TrialResult, original: Mapping[str, object], front: set[int]) -> tuple[Text, ...]:
+def _trial(row: TrialResult, result: SearchResult, front: set[int]) -> tuple[Text, ...]:
     status = "waits" if row.status is None else str(row.status)
     status = "fell in its confirmation" if row.fits is False and status == "fit" else status
     why = [element("div", row.reason, kind="soft")] if row.reason else []
@@ -194,7 +194,7 @@ def _trial(row: TrialResult, original: Mapping[str, object], front: set[int]) ->
     )
     return (
         f"{row.number}{' *' if row.number in front else ''}", row.tier, status,
-        joined([describe_changes(row.changes, original), *why]), used,
+        joined([describe_changes(row.changes, result.original, result.names), *why]), used,
         "-" if row.step_s is None else format_seconds(row.step_s),
         "-" if row.completions_per_s is None else f"{row.completions_per_s:.2f}",
         "-" if row.speedup is None else f"{row.speedup:.2f}x",
@@ -204,7 +204,7 @@ def _trial(row: TrialResult, original: Mapping[str, object], front: set[int]) ->
 def _beside(result: SearchResult) -> list[Html]:
     if result.neighbours is None or result.winner is None:
         return []
-    found = sensitivity_table(result.winner.number, result.neighbours)
+    found = sensitivity_table(result.winner.number, result.neighbours, result.names)
     return (
         [] if found is None else [element("h2", "Around the winner"), element("div", Html(html_of(found)), kind="wide")]
     )
@@ -212,7 +212,9 @@ def _beside(result: SearchResult) -> list[Html]:
 
 def _outside(result: SearchResult) -> list[Html]:
     """Changes beyond the allowed tier; what a lower of the allowed ones offers."""
-    lines = outside_lines(result.outside, result.original, result.allow, fits=result.winner is not None)
+    lines = outside_lines(
+        result.outside, result.original, result.allow, fits=result.winner is not None, names=result.names
+    )
     relaxed = [sentence(result.relaxed)] if result.relaxed else []
     if not lines and not relaxed:
         return []

@@ -16,7 +16,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.errors import ConfigError, at_least_one, option
 from autofit.files import claim
-from autofit.frontends.writing import changed
+from autofit.frontends.writing import changed, own_changes, own_words
 from autofit.hardware.hardware import (
     NO_NEEDS,
     CardNeeds,
@@ -31,6 +31,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.slots import check_cuda
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
+from autofit.recipe.recipe import Recipe
 from autofit.space.knob import StatedSpace, read_space, space_knobs
 from autofit.space.space import QUANTIZATION, Knob, Space
 from autofit.space.traits import describe_left_out
@@ -232,6 +233,16 @@ def _check_target(space: Space, limit_bytes: int) -> None:
     if least > limit_bytes:
         raise ConfigError(
             f"{option('target-vram')} less the headroom must hold at least the model's weights of "
-            f"{format_bytes(least)} (dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it "
-            "or change dtype"
+            f"{format_bytes(least)} (dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it"
+            f"{_or_halve(recipe)}"
         )
+
+
+def _or_halve(recipe: Recipe) -> str:
+    """How the weights take less, as the end of a sentence; "" where another tool's file has no key for it."""
+    if not recipe.foreign:
+        return " or change dtype"
+    halved = {"dtype": "bfloat16"}
+    own, _ = own_changes(recipe.foreign, halved)
+    is_whole = recipe.resolved.get("dtype") in (None, "float32")
+    return f" or set {own_words(recipe.foreign, halved)}" if own and is_whole else ""

@@ -1,7 +1,7 @@
 """`autofit.verify` and `autofit.promote`: the gradient proof of a trial, its YAML and its full run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from autofit.cluster.executor import Executor
 from autofit.cluster.scheduler import cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
+from autofit.frontends.writing import own_names
 from autofit.probing.launch import is_alive
 from autofit.promotion.promotion import (
     Promotion,
@@ -52,6 +53,7 @@ class ProofResult(Shown):
     study: str
     proof: Proof
     original: Mapping[str, object]  # the recipe as TRL resolved it
+    names: Mapping[str, str] = field(default_factory=dict)  # {key of the recipe: its name in another tool's file}
 
     @property
     def verdict(self) -> Verdict:
@@ -74,7 +76,7 @@ class ProofResult(Shown):
 
     def parts(self) -> list[Table | str]:
         """The verdict, the numbers, and what was not compared."""
-        return [*lines(self.proof, self.original)]
+        return [*lines(self.proof, self.original, self.names)]
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of the relative gradient difference of each optimizer step, and the rounding's bound."""
@@ -98,6 +100,7 @@ class PromotionResult(Shown):
     proof: Proof
     final: Mapping[str, object] | None = None  # of a run that is done: steps, losses, rewards, output_dir
     steps: tuple[Step, ...] = ()  # as they were logged
+    command: str = ""  # that trains by the YAML without autofit, where one is known
     run: PromotedRun | None = None  # promised against actual, the verdict and the events; None: nothing was launched
 
     @property
@@ -111,16 +114,19 @@ class PromotionResult(Shown):
         return None if self.final is None else model_path(self.final)
 
     def to_dict(self) -> dict[str, object]:
-        """The object that `autofit promote --json` prints once the run is done: plain values only."""
+        """The object that `autofit promote --json` prints once the run is done or written: plain values only."""
         ran = {} if self.run is None else self.run.to_dict()
         kept: dict[str, object] = {k: ran[k] for k in ("device", "kept", "verdict", "contract", "events") if k in ran}
-        return {"study": self.study, "trial": self.trial, **(self.final or {}), **kept}
+        whole = {"study": self.study, "trial": self.trial, "status": self.status, "yaml_path": str(self.yaml_path)}
+        whole |= {"command": self.command} if self.command else {}
+        return {**whole, **(self.final or {}), **kept}
 
     def parts(self) -> list[Table | str]:
         """How the run went and where the model is."""
         if self.final is None:
             how = "was interrupted; the same call resumes it" if self.status == "interrupted" else "was not launched"
-            return [f"trial {self.trial} of {self.study}: the run {how}; its YAML is {self.yaml_path}"]
+            how_to = [f"run it with: {self.command}"] if self.status == "written" and self.command else []
+            return [f"trial {self.trial} of {self.study}: the run {how}; its YAML is {self.yaml_path}", *how_to]
         final = self.final
         shown: list[Table | str] = [f"{final['steps']} steps done, final loss {figure_text(final['final_loss'])}"]
         if final["first_reward"] is not None:
@@ -159,7 +165,10 @@ def verify(
         chosen = choose(trials_of(found), str(trial), record_of(found).rule, fitting=False)
         with database_errors(folder):
             proof = prove(found, chosen, say=_saying(on_event))
-    return ProofResult(study=found.study_name, proof=proof, original=record_of(found).resolved)
+    record = record_of(found)
+    return ProofResult(
+        study=found.study_name, proof=proof, original=record.resolved, names=own_names(record.foreign)
+    )  # fmt: skip
 
 
 def promote(
@@ -221,8 +230,9 @@ def promote(
             path = Path(out) if out is not None else promotion.folder / promotion.own.name
             write_atomically(path, promotion.own.text)
             say(f"wrote {path} for {promotion.own.tool}: {promotion.own.words}")
-            say(f"run it with: {promotion.own.command} {path}")
-            return _result(promotion, "written", (path,))
+            command = f"{promotion.own.command} {path}"
+            say(f"run it with: {command}")
+            return _result(promotion, "written", (path,), command=command)
         written = promotion.written if out is None else promotion.tuned.write(Path(out))
         for file in written:
             say(f"wrote {file}")
@@ -230,7 +240,7 @@ def promote(
         if len(written) > 1 and line is not None:
             say(f"without autofit: {line}")
         if not launch:
-            return _result(promotion, "written", written)
+            return _result(promotion, "written", written, command=line or "" if promotion.trains_on_data else "")
         if not promotion.trains_on_data:
             raise ConfigError(
                 f"the recipe has no dataset to train on, as its prompts were synthetic; add your own data and rewards "
@@ -272,11 +282,13 @@ def _result(
     status: Literal["written", "done", "interrupted"],
     written: Sequence[Path],
     final: Step | None = None,
+    *,
+    command: str = "",
 ) -> PromotionResult:
     return PromotionResult(
         study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=written[0],
         accelerate_path=written[1] if len(written) > 1 else None, proof=promotion.proof,
-        final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
+        command=command, final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
         run=None if status == "written" else promoted_run(promotion.folder),
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What a search found: its trials, their front, the winner and why, read from the study."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
 from autofit.forecast.predictions import Cloud
-from autofit.frontends.writing import own_words
+from autofit.frontends.writing import own_names, own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tracking.front_plot import FrontPicture, front_figure, title_of
@@ -67,6 +67,7 @@ class SearchResult(Shown):
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
     foreseen: tuple[Foreseen, ...] = ()  # candidates on the front that were predicted, not probed, fastest first
     own: str = ""  # the winner in the keys of the file that the recipe was, if that was another tool's
+    names: Mapping[str, str] = field(default_factory=dict)  # {key of the recipe: its name in that file}
     trains_on_data: bool = True  # False: its samples were synthetic, and a trial is written, not trained
     traits: Mapping[str, object] = field(default_factory=dict)  # {knob: what the searched space itself says of it}
 
@@ -78,6 +79,7 @@ class SearchResult(Shown):
         kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
         outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
         proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
+        names: Mapping[str, str] | None = None,
         foreseen: Sequence[Foreseen] = (), traits: Mapping[str, object] | None = None, trains_on_data: bool = True,
     ) -> "SearchResult":  # fmt: skip
         """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
@@ -100,7 +102,7 @@ class SearchResult(Shown):
             counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
-            proof=proof, card=card, own=own, traits=traits or {},
+            proof=proof, card=card, own=own, traits=traits or {}, names=names or {},
             trains_on_data=trains_on_data,
         )  # fmt: skip
 
@@ -150,7 +152,7 @@ class SearchResult(Shown):
         return front_table(
             self.front, original=self.original, winner=None if self.winner is None else self.winner.number,
             target_bytes=self.target_bytes, fidelity=self.fidelity, device_name=self.device_name,
-            foreseen=self.foreseen,
+            foreseen=self.foreseen, names=self.names,
             beside=base if base is not None and base.status is not None and base not in self.front else None,
         )  # fmt: skip
 
@@ -158,23 +160,27 @@ class SearchResult(Shown):
         """The front, what lies one step from the winner, and the sentences."""
         beside = None
         if self.neighbours is not None and self.winner is not None:
-            beside = sensitivity_table(self.winner.number, self.neighbours)
+            beside = sensitivity_table(self.winner.number, self.neighbours, self.names)
         notes = [sentence(note) for note in (self.confirmation_note, self.repeat_note) if note]
+        all_predicted = self.fidelity == Fidelity.PREDICTED  # which is then said once
         sentences = [
             *(sentence(text) for text in self.reasons),
-            f"{margin}." if self.margin is not None and (margin := self._margin_words(self.margin)) else "",
+            f"{free}." if (free := self.margin_words(predicted=all_predicted)) else "",
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]
-        outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None)
+        outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None, names=self.names)
         runs = [part for run in self.promoted for part in run.parts()]
         return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside, *runs]
 
-    def _margin_words(self, margin: Margin) -> str:
-        """What the winner leaves free; that this is predicted goes without saying where all is."""
-        return margin_sentence(margin, predicted=self.fidelity == Fidelity.PREDICTED)
+    def margin_words(self, *, predicted: bool = False) -> str:
+        """What the winner leaves free, as a sentence; "" without a target. `predicted`: as `margin_sentence` has it."""
+        if self.margin is None:
+            return ""
+        key = self.margin.key and self.names.get(self.margin.key, self.margin.key)
+        return margin_sentence(replace(self.margin, key=key), predicted=predicted)
 
     def plot(self) -> "Figure":
         """A matplotlib Figure of device-used (GB) against step time (s): every trial, the front and the target."""
@@ -203,14 +209,16 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
         foreseen=record.points_ahead, trainer=record.trainer, card=record.card, traits=record.traits,
         trains_on_data=record.trains_on_data,
         predicted=Cloud.from_json(record.predicted),
-        own="" if best is None else own_words(record.foreign, best.yaml_changes),
+        own="" if best is None else own_words(record.foreign, best.yaml_changes), names=own_names(record.foreign),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip
 
 
 def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
     """Why the winner won; what was skipped ends the last sentence."""
-    *found, last = reasons(trials, record.resolved, record.target_bytes, record.rule, allow=record.allow)
+    *found, last = reasons(
+        trials, record.resolved, record.target_bytes, record.rule, allow=record.allow, names=own_names(record.foreign)
+    )
     return [*found, last + predicted_note(trials, record)]
 
 

@@ -34,6 +34,7 @@ from autofit.forecast.predictions import (
     without,
     without_offload,
 )
+from autofit.frontends.writing import own_names
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
@@ -281,13 +282,14 @@ class _Run:
 
     def _on_told(self, plan: Plan, study: optuna.Study, follower: Follower | None) -> Callable[[Trial], None]:
         base = baseline(trials_of(study))  # of an earlier run, if there is one
+        names = own_names(plan.recipe.foreign)
 
         def told(trial: Trial) -> None:
             nonlocal base
             if follower is not None:
                 follower.begin()
             base = base if trial.changes else trial
-            text = trial_line(trial, plan.recipe.resolved, base, limit_bytes=plan.limit_bytes)
+            text = trial_line(trial, plan.recipe.resolved, base, limit_bytes=plan.limit_bytes, names=names)
             self._tell(Event(text=text, trial=TrialResult.of(trial, base, limit_bytes=plan.limit_bytes)))
 
         return told
@@ -501,10 +503,10 @@ def _database_made(folder: Path) -> Iterator[None]:
 
 
 def _progress(found: SearchProgress, plan: Plan) -> Progress:
-    original = plan.recipe.resolved
+    original, names = plan.recipe.resolved, own_names(plan.recipe.foreign)
     return Progress(
         done=sum(t.result is not None for t in found.trials),
-        probing=tuple(f"trial {t.number}: {describe_changes(t.changes, original)}" for t in found.probing),
+        probing=tuple(f"trial {t.number}: {describe_changes(t.changes, original, names)}" for t in found.probing),
         best=None if found.best is None else TrialResult.of(
             found.best, baseline(found.trials), limit_bytes=plan.limit_bytes
         ),

@@ -88,12 +88,13 @@ def _cells(kind: str, styles: Sequence[str], texts: Sequence[str]) -> str:
 
 def _plain(cell: object) -> str:
     """A cell of a rich table as HTML text: its markup taken out, its special characters escaped."""
-    return html.escape(Text.from_markup(str(cell)).plain)
+    return html.escape(cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain)
 
 
 def front_table(
     rows: Sequence[TrialResult], *, original: Mapping[str, object], winner: int | None, target_bytes: int | None,
     fidelity: str, device_name: str, foreseen: Sequence[Foreseen] = (), beside: TrialResult | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Table:  # fmt: skip
     """The Pareto front and the baseline: tier, changes, device-used against the target, time, throughput, speed-up.
 
@@ -108,11 +109,13 @@ def front_table(
         table.add_column(name, justify="right", no_wrap=True)
     rows = [*rows, *([] if beside is None else [beside])]
     base = next((row.step_s for row in rows if not row.changes), None)
-    words = {row.number: describe_changes(row.changes, original) + _needs(row.needs) for row in rows}
+    words = {row.number: describe_changes(row.changes, original, names) + _needs(row.needs) for row in rows}
     if beside is not None:
         words[beside.number] += ", not on the front"
     shown = [(row.step_s, row.device_used_bytes, _probed(row, words[row.number], winner, target_bytes)) for row in rows]
-    shown += [(f.step_s, f.device_used_bytes, _predicted(f, original, target_bytes, base)) for f in foreseen]
+    for one in foreseen:
+        said = describe_changes(one.changes, original, names)
+        shown.append((one.step_s, one.device_used_bytes, _predicted(one, said, target_bytes, base)))
     for *_, cells in sorted(shown, key=lambda one: (one[0] or math.inf, one[1] or 0)):
         table.add_row(*cells)
     return table
@@ -132,13 +135,11 @@ def _probed(row: TrialResult, changes: str, winner: int | None, target_bytes: in
     )
 
 
-def _predicted(
-    one: Foreseen, original: Mapping[str, object], target_bytes: int | None, base_s: float | None
-) -> tuple[str, ...]:
+def _predicted(one: Foreseen, changes: str, target_bytes: int | None, base_s: float | None) -> tuple[str, ...]:
     return (
         one.name or "-",
         one.tier,
-        escape(f"{describe_changes(one.changes, original)}: predicted, not probed"),
+        escape(f"{changes}: predicted, not probed"),
         format_bytes(one.device_used_bytes),
         _share(one.device_used_bytes, target_bytes),
         "-",
@@ -149,12 +150,15 @@ def _predicted(
 
 
 def trial_line(
-    trial: Trial, original: Mapping[str, object], base: Trial | None = None, *, limit_bytes: int | None = None
-) -> str:
+    trial: Trial, original: Mapping[str, object], base: Trial | None = None, *, limit_bytes: int | None = None,
+    names: Mapping[str, str] | None = None,
+) -> str:  # fmt: skip
     """One line for a finished trial: its tier, changes and figures, its margin and its speed-up over `base`."""
     result = trial.result
     assert result is not None
-    head = f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original)}{_needs(trial.needs)}: "
+    head = (
+        f"trial {trial.number} [{trial.tier}] {describe_changes(trial.changes, original, names)}{_needs(trial.needs)}: "
+    )
     used = _or_dash(result.device_used_bytes, format_bytes)
     if result.status is ProbeStatus.FIT:
         assert result.median_step_s is not None
@@ -179,7 +183,9 @@ def _needs(packages: Sequence[str]) -> str:
     return f" ({missing})" if missing else ""
 
 
-def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | None:
+def sensitivity_table(
+    number: int, neighbours: Sequence[Neighbour], names: Mapping[str, str] | None = None
+) -> Table | None:
     """Rows of trial `number` with one knob changed by one step, where it makes a difference; None without any."""
     known = [row for row in neighbours if _differs(row)]
     if not known:
@@ -196,7 +202,9 @@ def sensitivity_table(number: int, neighbours: Sequence[Neighbour]) -> Table | N
         used = f"at least {used}" if row.at_least else used
         step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
         source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
-        table.add_row(row.knob, f"{row.before} -> {row.after}", row.tier, used, step, source)
+        table.add_row(
+            (names or {}).get(row.knob, row.knob), f"{row.before} -> {row.after}", row.tier, used, step, source
+        )
     return table
 
 

@@ -159,6 +159,8 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     recipe.check()
     for name, text in recipe.describe():
         told(name, text)
+    if cards_work and not found:
+        say("nothing wrong was found; whether it fits: autofit check")
     return NOTHING_FITS if not cards_work or any(finding.stops for finding in found) else DONE
 
 

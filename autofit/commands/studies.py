@@ -30,7 +30,7 @@ from autofit.watching.thresholds import read_guards
 if TYPE_CHECKING:
     from autofit.api import SearchResult
     from autofit.api.job_list import Job
-    from autofit.api.monitoring import Watch
+    from autofit.api.monitoring import Snapshot, Watch
     from autofit.tuning.record import Stop
 
 
@@ -99,14 +99,13 @@ def monitor(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _print(snapshot: object) -> None:
+def _print(snapshot: "Snapshot") -> None:
     from rich.console import Console
 
-    from autofit.api.monitoring import tables_of
     from autofit.api.tables import WIDTH
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for table in tables_of(snapshot):  # type: ignore[arg-type]
+    for table in snapshot.parts():
         console.print(table, crop=False)
 
 
@@ -114,13 +113,11 @@ def _live(watch: "Watch") -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    from autofit.api.monitoring import tables_of
-
     console = Console()
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                shown = Group(*tables_of(watch.snapshot()), "Ctrl-C ends this view, and nothing else.")
+                shown = Group(*watch.snapshot().parts(), "Ctrl-C ends this view, and nothing else.")
                 live.update(shown, refresh=True)
                 time.sleep(_REFRESH_S)
     except KeyboardInterrupt:
@@ -226,10 +223,10 @@ def promote(options: argparse.Namespace) -> int:
     )  # fmt: skip
     if found.status == "interrupted":
         return INTERRUPTED
-    if found.status == "written":
-        return DONE
     if options.json:
         print(json.dumps(found.to_dict()))
+        return DONE
+    if found.status == "written":
         return DONE
     show(found)
     print(f"its run is in MLflow: autofit ui{dir_option(options.dir)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.frontends import axolotl_rules, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said, truth
+from autofit.frontends.local_data import note_axolotl
 from autofit.frontends.tools import (
     AXOLOTL,
     asks_for_evaluation,
@@ -127,6 +128,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     ranks = _ranks(draft, sharers * dealt) if ranks is None else ranks
     if ranks is not None and ranks % sharers:
         raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
+    note_axolotl(draft, folder)
     note_adapters(draft, "lora_model_dir", "lora_r", folder)
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 

@@ -359,7 +359,7 @@ class Draft:
         unknown = self.left()
         named = "; ".join(f"unknown key {key!r}{nearest(key, self._read)}" for key in unknown[:_MOST_NAMED])
         more = f"; {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-        if unknown and strict:
+        if unknown and (strict or (self._wrong and nearest(unknown[0], self._read))):  # what is missing may be misspelt
             self.wrong(f"{named}{more}")
         elif unknown:
             self.note(f"{self.tool} ignores what it does not know: {named}{more}")

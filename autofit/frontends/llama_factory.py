@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said
+from autofit.frontends.local_data import note_llama_factory
 from autofit.frontends.tools import (
     LLAMA_FACTORY,
     asks_for_evaluation,
@@ -108,6 +109,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     draft.ignore((*own.without_effect, "use_kt"))
     if launch or (ranks or workers or 1) > 1:
         draft.put("env", dict(GROWING_SEGMENTS))
+    note_llama_factory(draft, folder)
     note_adapters(draft, "adapter_name_or_path", "lora_rank", folder)
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 

@@ -23,6 +23,7 @@ from autofit.frontends.command import (
     visible_cards,
 )
 from autofit.frontends.draft import Draft, Foreign, Saying, number, said
+from autofit.frontends.local_data import note_swift
 from autofit.frontends.tools import (
     MS_SWIFT,
     QUANTISED,
@@ -236,6 +237,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
     swift_rules.check(draft, kind, ranks)
     draft.ignore((*keys_of(MS_SWIFT.name).without_effect, TYPE))
     strict = not draft.is_on("ignore_args_error")
+    note_swift(draft, folder)
     note_adapters(draft, "adapters", "lora_rank", folder)
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)
 

@@ -35,6 +35,7 @@ from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
 from autofit.recipe.recipe import merge
+from autofit.recipe.secrets import opened_text
 from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
 
 
@@ -63,7 +64,19 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
 def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
     if not can_write(foreign.tool):
         return {}
-    return {"tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks}
+    return {
+        "tool": foreign.tool, "path": str(path.resolve()), "text": text, "ranks": ranks, "names": _names(foreign)
+    }  # fmt: skip
+
+
+def _names(foreign: Foreign) -> dict[str, str]:
+    """{key of the recipe: the tool's name of it} where the tool says the same value by another name."""
+    found = {}
+    for key, own in foreign.keys.items():
+        value = foreign.values.get(key)
+        if own != key and can_say(foreign, key, value) and in_own_keys(foreign, {key: value}) == {own: value}:
+            found[key] = own
+    return found
 
 
 def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | None) -> dict[str, object]:
@@ -337,6 +350,20 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     return ", ".join((*parts, *others))
 
 
+def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
+    """{key of the recipe: its name in the file that the recipe was} where that has the same value by another name."""
+    return cast("Mapping[str, str]", origin.get("names", {}))
+
+
+def in_own_names(origin: Mapping[str, object], text: str) -> str:
+    """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
+    names = {key: name for key, name in own_names(origin).items() if "_" in key}
+    if not names:
+        return text
+    keys = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.-])(?:{keys})(?![\w.-])", lambda found: names[found[0]], text)
+
+
 def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """(changes in the keys of the file that a recipe was, the words of those that it has no key for)."""
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
@@ -394,7 +421,8 @@ class OwnFile:
         set_first = [f"{k.removeprefix(_ENV)}={v}" for k, v in _flat(changes) if k.startswith(_ENV) and v is not None]
         command = "bash" if Path(name).suffix in SCRIPTS else _RUNS[tool]
         return cls(
-            tool=tool, name=name, text=own_text(origin, changes), words=own_words(origin, changes) or "as it was",
+            tool=tool, name=name, text=opened_text(own_text(origin, changes)),
+            words=own_words(origin, changes) or "as it was",
             command=" ".join((*set_first, command)),
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ from typing import cast
 
 from autofit.errors import ConfigError, nearest, option
 from autofit.frontends.reading import refusal
+from autofit.frontends.writing import in_own_names
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.recipe.launching import NO_OPTIONS, Launched, LaunchOptions, launched
 from autofit.recipe.profile import profile, trainer_of
@@ -167,12 +168,13 @@ def _check(
         check = point.load()
         try:
             check(trainer, opened(values), inspection)
-        except ConfigError as error:
+        except ConfigError as given:
+            error = given.put(in_own_names(source.foreign, given.marked))
             try:
                 check(trainer, opened({key: values[key] for key in values if key not in changed}), inspection)
             except ConfigError:
-                raise error.within(source.what) from error
-            raise error.within(option("set") if changed else source.what) from error
+                raise error.within(source.what) from given
+            raise error.within(option("set") if changed else source.what) from given
 
 
 def _inspection(

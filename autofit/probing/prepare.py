@@ -14,7 +14,7 @@ import psutil
 from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
 from autofit.files import OWNER, is_full, last_line, read_json, write_json
-from autofit.frontends.writing import own_words, wrong_with
+from autofit.frontends.writing import in_own_names, own_words, wrong_with
 from autofit.hardware.hardware import gpus
 from autofit.plugin.protocol import Facts
 from autofit.plugin.registry import check_early, code_hash
@@ -88,7 +88,8 @@ def prepare(
         raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
     if "error" in answer:
         kind = UnknownKeyError if answer.get("of_key") else ConfigError
-        raise kind(f"{answer['error']}" if answer.get("of_trainer") else f"{source.what}: {answer['error']}")
+        said = in_own_names(source.foreign, str(answer["error"]))
+        raise kind(said if answer.get("of_trainer") else f"{source.what}: {said}")
     facts = Facts.from_json(answer)
     missing = [key for key in facts.keys.to_json().values() if key is not None and key not in facts.resolved]
     if missing:

@@ -46,7 +46,8 @@ from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import RolloutServer
 from autofit.recipe.recipe import merge
-from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.recipe.secrets import masked, sealed
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import BEST, Rule, Trial, leanest, winner
 from autofit.tuning.glance import NAMES, no_trial
@@ -66,24 +67,26 @@ _LOOK_S = 0.1  # between two looks at a run
 
 def edit_note(record: StudyRecord, cwd: Path) -> str:
     """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
-    path = cwd / f"{record.recipe_name}.yaml"
-    if record.foreign or not record.used or not path.is_file():
+    path = Path(str(record.foreign["path"])) if record.foreign else cwd / f"{record.recipe_name}.yaml"
+    if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml"):
         return ""
     if path.stat().st_mtime <= datetime.fromisoformat(record.used).timestamp():
         return ""
     try:
-        now = read_yaml_mapping(path, what="recipe")
+        now = sealed(read_yaml_mapping(path, what="recipe"))
+        known = _known(record)
     except ConfigError:
         return ""  # the study's copy is whole
     other = [
-        key for key in now
-        if key != "env"  # which is kept sealed
-        and (name := record.other_names.get(key, key)) in record.resolved  # else a key of older libraries
-        and now[key] != record.values.get(name)
+        key for key in {**known, **now}
+        if key != "env"
+        # of a recipe of TRL no key that is left out now, and none of older libraries
+        and (record.foreign or (key in now and record.other_names.get(key, key) in record.resolved))
+        and now.get(key) != known.get(key)
     ]  # fmt: skip
     if not other:
         return ""
-    words = [f"{key} {quoted(now[key], 40)} (the study: {_said(record, key)})" for key in other[:_MOST]]
+    words = [f"{key} {_said(now, key)} (the study: {_said(known, key)})" for key in other[:_MOST]]
     more = f" and {len(other) - _MOST} more" if len(other) > _MOST else ""
     return (
         f"{path.name} was edited after the search and says {', '.join(words)}{more}; the study's copy is what is "
@@ -91,9 +94,17 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
     )
 
 
-def _said(record: StudyRecord, key: str) -> str:
-    name = record.other_names.get(key, key)
-    return quoted(record.values[name], 40) if name in record.values else "not given"
+def _known(record: StudyRecord) -> Mapping[str, object]:
+    """What the study has of its recipe's file, by the names that stand there."""
+    if record.foreign:
+        content = parse_yaml(str(record.foreign["text"]))
+        return sealed(content) if isinstance(content, Mapping) else {}
+    older = {key: record.values[name] for key, name in record.other_names.items() if name in record.values}
+    return {**record.values, **older}
+
+
+def _said(values: Mapping[str, object], key: str) -> str:
+    return quoted(masked({key: values[key]})[key], 40) if key in values else "not given"
 
 
 _YEAR_S = 365 * 24 * 3600.0

@@ -381,18 +381,20 @@ def _proof(
     )  # fmt: skip
 
 
-def lines(proof: Proof, resolved: Mapping[str, object]) -> list[str]:
-    """The proof as text, one fact per line."""
+def lines(proof: Proof, resolved: Mapping[str, object], names: Mapping[str, str] | None = None) -> list[str]:
+    """The proof as text, one fact per line; `names` are those of the user's own file."""
+    names = names or {}
     found = [f"trial {proof.trial}, claimed {proof.claimed_tier}: {proof.verdict}", f"  {proof.sentence}"]
     if proof.relative_difference is not None:
         found += [
             f"  largest difference of one parameter: {proof.largest_parameter_difference:.1e} in "
             f"{proof.largest_parameter}",
-            f"  compared: {describe_changes(proof.compared, resolved)}",
+            f"  compared: {describe_changes(proof.compared, resolved, names)}",
         ]
     if proof.in_both:
-        found.append(f"  changes of the recipe, in trial and baseline: {describe_changes(proof.in_both, resolved)}")
-    found += [f"  not compared: {key}: {reason}" for key, reason in proof.not_compared.items()]
+        both = describe_changes(proof.in_both, resolved, names)
+        found.append(f"  changes of the recipe, in trial and baseline: {both}")
+    found += [f"  not compared: {names.get(key, key)}: {reason}" for key, reason in proof.not_compared.items()]
     if proof.relative_difference is not None:
         found.append(
             f"  on {proof.model}; float32, CPU, identical samples; {len(proof.steps)} optimizer step(s) of "

@@ -412,7 +412,7 @@ CLASHES = (
             key="fp16",
             what="TRL makes the adapters of a quantised model bfloat16, and the loss scaling of fp16 has no kernel for "
                  "their gradients: it ends with `not implemented for 'BFloat16'` in the first optimizer step",
-            fix="set fp16: false and bf16: true",
+            fix="set fp16: false, and bf16: true where the card has bfloat16",
             when=_is_trls,
         )
         for low_bits in ("load_in_4bit", "load_in_8bit")

@@ -214,7 +214,8 @@ class Recipe:
         elif self.longest_sample_tokens is not None:
             key = self.keys.length
             limit = None if key is None else self.resolved.get(key)
-            of = f"no {key or 'limit'}" if limit is None else f"{key} {limit}"
+            name = self._own_name(key or "limit")
+            of = f"no {name}" if limit is None else f"{name} {limit}"
             rows.append(("worst case", f"{self.longest_sample_tokens} tokens in the longest sample ({of})"))
         other = self.resolved.get("peft_adapter")
         if self.uses_lora and isinstance(other, Mapping):
@@ -225,6 +226,11 @@ class Recipe:
         if self.model_parameters is not None and self.weights_bytes is not None:
             rows.append(("weights", f"{_count(self.model_parameters)} parameters, {format_bytes(self.weights_bytes)}"))
         return [*rows, *(("note", note) for note in self.notes)]
+
+    def _own_name(self, key: str) -> str:
+        """The name of `key` in the file of another tool that this recipe is."""
+        names = self.foreign.get("names")
+        return str(names.get(key, key)) if isinstance(names, Mapping) else key
 
 
 def _count(number: int) -> str:

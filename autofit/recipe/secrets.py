@@ -30,6 +30,10 @@ _LOOKS = (
 _IN_URL = r"(?<=://)[^/@\s:]*:[^@\s]+(?=@)"
 _SECRET_VALUE = re.compile(rf"{_LOOKS}|(?<=://)[^/@\s]+(?=@)|{_IN_URL}")
 _SECRET_TEXT = re.compile(rf"{_LOOKS}|{_IN_URL}")  # a user's name alone tells where
+# A name in the text of a YAML, JSON or shell file, and what may follow it: a separator and a value.
+_NAME = re.compile(r"[\w.-]+")
+_NAMED = re.compile(r"""["']?(?:[ \t]*[:=][ \t]*|(?:[ \t]|\\\n)+)("[^"\n]*"|'[^'\n]*'|[^\s"'#]+)""")
+_NO_SECRET = ("null", "none", "true", "false", "yes", "no", "~", "|", ">")
 _IN_CLEAR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables of `env` that search spaces vary
 _KEPT = re.compile(_REFERENCE + r"[0-9a-f]{24}")
 
@@ -63,6 +67,34 @@ def _variable(name: str, value: object) -> object:
     return value if short or value == "" or name in _IN_CLEAR else _kept(str(value))
 
 
+def sealed_text(text: str) -> str:
+    """The text of a file with a reference for each secret in it, by its look or by the name before it."""
+    parts, end = [], 0
+    for name in _NAME.finditer(text):
+        is_reference = name[0] == _REFERENCE.rstrip(":")
+        if name.start() >= end and not is_reference and _SECRET_KEY.search(name[0].lstrip("-").rpartition(".")[2]):
+            found = _NAMED.match(text, name.end())
+            value = "" if found is None else found[1].strip("\"'").rstrip(",;&|)}]")
+            if found is not None and value and value[0] not in "$\\" and value.lower() not in _NO_SECRET:
+                start = text.index(value, found.start(1))
+                parts += [text[end:start], _kept(value)]
+                end = start + len(value)
+    return _SECRET_VALUE.sub(_kept_unless_a_name, "".join((*parts, text[end:])))
+
+
+def _kept_unless_a_name(found: re.Match[str]) -> str:
+    """The reference of what looks like a secret; of a key's name, such as hf_hub_token, the name."""
+    start, end = found.span()
+    after = found.string[end : end + 4].lstrip("\"' \t")
+    is_name = found.string[max(0, start - 2) : start] == "--" or after.startswith(("=", ":"))
+    return found[0] if is_name else _kept(found[0])
+
+
+def opened_text(text: str) -> str:
+    """`text` with the secrets in place of their references. Raises ConfigError for one that is no longer kept."""
+    return _KEPT.sub(lambda found: _read(found[0]), text)
+
+
 def opened(values: Mapping[str, object]) -> dict[str, object]:
     """`values` with the secrets in place of their references. Raises ConfigError for one that is no longer kept."""
     return {key: _opened(value) for key, value in values.items()}
@@ -92,7 +124,7 @@ def _opened(value: object) -> object:
         return {key: _opened(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_opened(entry) for entry in value]
-    return _KEPT.sub(lambda found: _read(found[0]), value) if isinstance(value, str) else value
+    return opened_text(value) if isinstance(value, str) else value
 
 
 # -- the files --------------------------------------------------------------------------------------------------------

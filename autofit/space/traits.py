@@ -156,12 +156,18 @@ def samples_word(original: Mapping[str, object]) -> str:
     return "completions" if "num_generations" in original else "samples"
 
 
-def describe_changes(changes: Mapping[str, object], original: Mapping[str, object]) -> str:
-    """`per_device_train_batch_size 2 -> 8, gradient_checkpointing True -> False`, or `the recipe as it is`."""
+def describe_changes(
+    changes: Mapping[str, object], original: Mapping[str, object], names: Mapping[str, str] | None = None
+) -> str:
+    """`per_device_train_batch_size 2 -> 8, gradient_checkpointing True -> False`, or `the recipe as it is`.
+
+    `names` are those that the user's own file has for keys of the recipe.
+    """
     parts = []
     for key, value in changes.items():
         own = inner_value(original, key) if "." in key else original.get(key)
-        name = key.rpartition(".")[2] if key.count(".") > 1 else key  # far inside: long, and known by its last part
+        name = (names or {}).get(key, key)
+        name = name.rpartition(".")[2] if name.count(".") > 1 else name  # far inside: long, and known by its last part
         if key == "env" and isinstance(value, Mapping):
             parts += [f"{variable}={setting}" for variable, setting in value.items()]
         elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import Fidelity, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.secrets import sealed_text
 from autofit.space.space import Space
 from autofit.tuning.candidates import Grid
 from autofit.tuning.frontier import Foreseen, Goal, Trial, cost, measured, winner
@@ -170,10 +171,16 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
         keys=recipe.keys, compared=recipe.compared, command=recipe.command, trains_on_data=recipe.trains_on_data,
         tiers=dict(recipe.tiers), left_out=dict(recipe.left_out), other_names=dict(recipe.other_names),
         spelling=recipe.spelling,
-        space="" if recipe.space is None else str(recipe.space), traits=plan.space.stated, foreign=dict(recipe.foreign),
+        space="" if recipe.space is None else str(recipe.space), traits=plan.space.stated,
+        foreign=sealed_file(recipe.foreign),
         sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan), predicted=_predicted(plan),
         least_floor_bytes=None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
     )  # fmt: skip
+
+
+def sealed_file(origin: Mapping[str, object]) -> dict[str, object]:
+    """The file of another tool that a recipe was, as a study keeps it: without the secrets in its text."""
+    return {**origin, "text": sealed_text(str(origin["text"]))} if origin else {}
 
 
 def _predicted(plan: Plan) -> dict[str, object] | None:

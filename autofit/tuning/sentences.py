@@ -34,7 +34,7 @@ def why(
 
 def reasons(
     trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
-    allow: Tier = "neutral",
+    allow: Tier = "neutral", names: Mapping[str, str] | None = None,
 ) -> list[str]:  # fmt: skip
     """What the winner changes and what that gives; then why a faster trial did not win, without their full stops.
 
@@ -74,7 +74,7 @@ def reasons(
     )  # fmt: skip
     gives = f"{format_seconds(best.step_s or 0)} a step{_against(best, baseline(trials), samples_word(original))}"
     return [
-        f"trial {best.number} wins with {describe_changes(best.changes, original)}: {'among ' if level else ''}"
+        f"trial {best.number} wins with {describe_changes(best.changes, original, names)}: {'among ' if level else ''}"
         f"{of_which}{tier}",
         f"It takes {gives}, and {used}{of}",
         *notes,

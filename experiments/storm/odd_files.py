@@ -36,15 +36,17 @@ _BASES: dict[str, dict[str, object]] = {
         "per_device_train_batch_size": {"tier": "neutral", "values": [1, 2, 4]},
         "gradient_accumulation_steps": {"tier": "neutral", "values": "solved"}}},
     "guards.yaml": {"kl-high": {"metric": "kl", "check": "band", "max": 10, "says": "kl is {value}"}},
+    "dataset_info.json": {"identity": {"file_name": "data/train.jsonl"}, "other": {"hf_hub_url": "a/b"}},
     "config.json": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 99,
                     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
 }  # fmt: skip
 FOREIGN: list[dict[str, object]] = [
     {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "stage": "sft", "finetuning_type": "lora", "do_train": True,
      "template": "qwen", "dataset": "identity", "cutoff_len": 2048, "per_device_train_batch_size": 1, "lora_rank": 8,
-     "deepspeed": "ds.json"},
-    {"base_model": "Qwen/Qwen2.5-0.5B", "datasets": [{"path": "data", "type": "alpaca"}], "adapter": "qlora",
-     "load_in_4bit": True, "sequence_len": 2048, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
+     "deepspeed": "ds.json", "dataset_dir": ".", "hf_hub_token": SECRET},
+    {"base_model": "Qwen/Qwen2.5-0.5B", "datasets": [{"path": "./data/train.jsonl", "type": "alpaca"}],
+     "adapter": "qlora", "load_in_4bit": True, "lora_alpha": 16, "lora_target_linear": True, "hub_token": SECRET,
+     "sequence_len": 2048, "micro_batch_size": 2, "gradient_accumulation_steps": 4,
      "fsdp_config": {"fsdp_version": 2}},
     {"data": {"train_files": "x.parquet", "train_batch_size": 64, "max_prompt_length": 512, "max_response_length": 512},
      "actor_rollout_ref": {"model": {"path": "Qwen/Qwen2.5-0.5B"},
@@ -75,6 +77,12 @@ _OF_RECIPE: dict[str, Callable[[random.Random], object]] = {
     "load_in_4bit": lambda dice: True, "packing": lambda dice: True,
     "objective": lambda dice: dice.choice(["sft", "dpo"]),
     "hub_token": lambda dice: SECRET,
+    "accelerator_config": lambda dice: dice.choice([{"split_batch": True}, {"even_batches": 1}, "ds.json", "fifo", ""]),
+    "debug": lambda dice: dice.choice(["underflow_overflow", "all", "", True]),
+    "generation_batch_size": lambda dice: dice.choice([1, 6, 8, -8]),
+    "num_generations": lambda dice: dice.choice([1, 3, 4, 0]),
+    "eval_strategy": lambda dice: dice.choice(["steps", "epoch", False]),
+    "load_best_model_at_end": lambda dice: True,
 }  # fmt: skip
 
 
@@ -82,7 +90,7 @@ def write_files(home: Path, dice: random.Random) -> str:
     """Write the files of an input into `home`; what is odd about them, in words."""
     recipe = dice.choice(["run.yaml", "sft/run.yaml", "sft/run.yaml"])  # a rollout is simulated in seconds
     values = dict(yaml.safe_load((home / recipe).read_text()))
-    for name in dice.sample(sorted(_OF_RECIPE), dice.choice([0, 0, 1, 2])):
+    for name in dice.sample(sorted(_OF_RECIPE), dice.choice([0, 0, 1, 2, 3])):
         values[name] = _OF_RECIPE[name](dice)
     files: dict[str, object] = {**_BASES, "run.yaml": values, "foreign.yaml": dice.choice(FOREIGN)}
     if dice.random() < 0.9:
