@@ -23,6 +23,7 @@ from experiments.frontends.peaks.then import NAME as THEN
 
 DRAWN = 64  # lengths, which repeat after that
 WARMED = "2025-03-21"  # transformers 4.50; before, it took no block for all weights before it loaded them
+GONE = re.compile(r"^max_packed_sequence_len:.*\n", re.MULTILINE)  # Axolotl refuses it today; the row says the length
 NAMED_ZERO = re.compile(r"(--deepspeed\s+)(zero[0-3](?:_offload)?)\b")
 
 
@@ -108,8 +109,11 @@ def predict(row: Row, checkout: Path) -> dict[str, object]:
             (Path(name) / "model").mkdir()
         if row.commit:
             files_of(row.commit, checkout, Path(name) / "then")
+            file = Path(name) / "then" / row.path
             if row.tool == "ms-swift":
-                with_deepspeed(Path(name) / "then" / row.path, row.commit, checkout)
+                with_deepspeed(file, row.commit, checkout)
+            else:
+                file.write_text(GONE.sub("", file.read_text("utf-8")), "utf-8")
         low, high = row.longest_tokens or (None, None)
         found: dict[str, object] = {"most": figures(estimate(row, high, checkout, Path(name)))}
         if low != high and not row.samples:
