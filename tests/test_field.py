@@ -1,5 +1,6 @@
 """The recipes of public threads: they can be read and judged, and one runs from its file to the table."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import tiny
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import gpu_spec
 from autofit.units import parse_bytes
+from experiments.field import __main__ as field
 from experiments.field import estimating, judge, table
 from experiments.field.threads import SEED, Thread, read_seeds, read_threads
 
@@ -114,6 +116,20 @@ def test_ranks_without_sharding_are_predicted_with_ddps_buckets(monkeypatch: pyt
         expected = ("4xh200", 4) if thread.ranks == 4 else ("a100-40gb", None)
         assert (asked["gpu"], asked["num_processes"]) == expected
     assert "| 4xh200 |" in table.row(named("trl-2972-h20"), {"error": "none"})
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_a_refusal_of_todays_code_is_not_hidden_by_what_older_code_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: bool
+) -> None:
+    kept = tmp_path / "results" / "litgpt-781-a100.json"
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({"fits": False, "capacity_bytes": 9, "autofit": "0"}))
+    monkeypatch.setattr(field, "is_stale", lambda _: stale)
+    monkeypatch.setattr(field, "estimate", lambda *_, **__: {"error": "refused", "wall_s": 0.0, "cpu_s": 0.0})
+    monkeypatch.setattr("sys.argv", ["field", "--only", kept.stem, "--results", str(kept.parent)])
+    field.main()
+    assert ("fits" in json.loads(kept.read_text())) is not stale
 
 
 def test_a_thread_runs_from_its_recipe_to_its_row(tmp_path: Path) -> None:

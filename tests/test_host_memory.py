@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import autofit
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.memory import HostMemory as HostTensors
 from autofit.fakegpu.memory import held_bytes
@@ -146,3 +147,21 @@ def test_what_is_loaded_saved_and_kept_is_told_by_the_largest() -> None:
     assert "more than 17.18 GB per rank" in offloaded.told
     zero3 = host_memory(Launch(ranks=8, sharding="zero3"), 16 * GIB, kept_bytes=0, whole_bytes=64 * GIB)
     assert zero3.save_bytes == 16 * GIB  # each rank writes its own shard of the optimizer's state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, True),
+        ({"loads_on_card": True}, False),
+        ({"loads_on_card": True, "launch": {"sharding": "fsdp2"}}, True),
+    ],
+)
+def test_ranks_that_load_onto_their_own_card_take_no_host_memory(more: dict[str, object], told: bool) -> None:
+    recipe = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "objective": "sft", "max_length": 64, "dtype": "bfloat16"}
+    found = autofit.estimate(
+        {**recipe, "bf16": True, "use_peft": True, **more}, gpu="2xa100-40gb", trainer="hf", prompt_tokens=64,
+        num_processes=2, advice=False, lengths="off",
+    )  # fmt: skip
+    assert any(note.startswith("host memory") for note in found.result.notes) is told

@@ -51,7 +51,11 @@ def test_value_and_gradients_are_those_of_the_cross_entropy(
     torch.testing.assert_close(found, wanted)
     for ours, theirs in zip(others, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert fused.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, WORDS)
+    some = torch.zeros(1, 4, dtype=torch.long)
+    assert fused.eval()(input_ids=some).logits.shape == (1, 4, WORDS)
+    evaluated = fused(input_ids=some, labels=some)  # with labels Cut Cross-Entropy makes none
+    assert (evaluated.logits is None) is (loss is CUT)
+    torch.testing.assert_close(evaluated.loss, plain.eval()(input_ids=some, labels=some).loss)
 
 
 def test_a_head_that_is_no_plain_linear_layer_keeps_its_logits() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers.modeling_utils as modeling
 
-from experiments.frontends.peaks import table
+from experiments.frontends.peaks import predicting, table
 from experiments.frontends.peaks.mixed import draw, packs
 from experiments.frontends.peaks.predicting import with_deepspeed
 from experiments.frontends.peaks.rows import KINDS, Row, read_rows
-from experiments.frontends.peaks.then import NAME
+from experiments.frontends.peaks.then import NAME, loading
 from experiments.frontends.peaks.whole_run import Event, Traced, grown
 
 GIB = 2**30
@@ -124,6 +125,23 @@ def test_rows_of_2023_that_pefts_code_of_then_decides_are_of_that_code() -> None
     assert rows["axolotl/llama-2/lora"].trainer == rows["qwen/LoRA (emb) 7B, 512 tokens"].trainer == NAME
     assert rows["axolotl/llama-2/lora"].changes["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
     assert not rows["qwen/LoRA 7B, 512 tokens"].trainer
+
+
+def test_a_row_of_before_transformers_4_50_has_each_weight_loaded_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("autofit.estimate", lambda _, **words: asked.append(words))
+    (tmp_path / "model").mkdir()
+    row = next(row for row in read_rows() if row.name == "qwen/LoRA 7B, 512 tokens")
+    for date in (row.date, predicting.WARMED):
+        predicting.estimate(replace(row, date=date), 512, tmp_path, tmp_path)
+    assert [(words["changes"], words["trainer"]) for words in asked] == [({"weights_alone": True}, NAME), ({}, "hf")]
+    taken = modeling.caching_allocator_warmup
+    with loading(weights_alone=True):
+        assert modeling.caching_allocator_warmup is not taken
+    with loading(weights_alone=False):
+        assert modeling.caching_allocator_warmup is taken
 
 
 def test_a_script_of_ms_swift_has_the_deepspeed_config_of_its_day(tmp_path: Path) -> None:

@@ -305,6 +305,12 @@ def test_fsdp2_of_ms_swift_checkpoints_by_itself_in_place_of_the_trainer(tmp_pat
     assert not can_say(found, "gradient_checkpointing", True)
 
 
+def test_a_rank_of_each_tool_loads_onto_its_own_card_and_one_of_trl_does_not(tmp_path: Path) -> None:
+    for found in (of_yaml(tmp_path, LLAMA), of_yaml(tmp_path, AXO), of_script(tmp_path, SWIFT)):
+        assert found.values["loads_on_card"] is True
+    assert "loads_on_card" not in of_yaml(tmp_path, {**AXO, "rl": "dpo"}).values
+
+
 def test_what_trains_beside_or_in_place_of_all_weights_is_read(tmp_path: Path) -> None:
     kt = of_yaml(tmp_path, {**LLAMA, "use_kt": True, "kt_config": {"kt_backend": "AMXBF16"}})
     assert kt.values["host_experts"] is True

@@ -336,8 +336,10 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     if hasattr(config, "quantization_config"):  # of a checkpoint that is quantised already, which is not loaded here
         del config.quantization_config
     auto = trust and hasattr(architecture, "from_config")  # code of the Hub, which only an auto class finds
-    stays = not on_card or (quantization is None and _loads_on_host())
-    device, places = ("cpu", None) if stays else ("cuda", _device_map())
+    given = kwargs.get("device_map")
+    own_card = given if isinstance(given, dict) else None  # of a rank that loads onto it
+    stays = not on_card or (quantization is None and _loads_on_host(own_card))
+    device, places = ("cpu", None) if stays else ("cuda", own_card or _device_map())
     by_deepspeed = device == "cuda" and places is None
     if quantization is None and (auto or not on_card or by_deepspeed):
         make = architecture.from_config if auto else architecture._from_config
@@ -437,11 +439,12 @@ def on_host() -> Iterator[None]:
         _STAYS.reset(before)
 
 
-def _loads_on_host() -> bool:
-    """Whether TRL loads the model into host memory: on several ranks, for which DDP or FSDP moves it to the card."""
+def _loads_on_host(own_card: dict[str, int] | None) -> bool:
+    """Whether the model is loaded into host memory: by TRL on several ranks, for which DDP or FSDP moves it."""
     from accelerate import DistributedType, PartialState
 
-    return _STAYS.get() or PartialState().distributed_type == DistributedType.MULTI_GPU
+    several = PartialState().distributed_type == DistributedType.MULTI_GPU
+    return _STAYS.get() or (several and own_card is None)
 
 
 def _cpu_wanted() -> bool:

@@ -152,6 +152,10 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             "help": "Whether the routed experts compute in host memory (KTransformers). It is simulated, not run."
         },
     )
+    loads_on_card: bool = field(
+        default=False,
+        metadata={"help": "Whether each rank of DDP loads its weights onto its own card, and none into host memory."},
+    )
     teacher_model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "The frozen model that gkd learns from; None: the trained one without its adapter."},

@@ -1,11 +1,13 @@
 """A plain `transformers.Trainer` made from a recipe: its model and its batches."""
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from peft import get_peft_model
 from torch.nn.functional import linear
@@ -125,8 +127,16 @@ def model_of(config: TrlConfig, *, dtype: object = None, teacher: str | None = N
     if config.training.expert_parallel_size > 1:
         kwargs["experts_over"] = config.training.expert_parallel_size
     if config.training.distributed_state.num_processes > 1 or config.training.deepspeed:
-        kwargs["device_map"] = None  # each rank has its own card
+        kwargs["device_map"] = _own_card() if config.training.loads_on_card and not config.training.deepspeed else None
     return create_model_from_path(teacher or model.model_name_or_path, architecture_of(config), **kwargs)
+
+
+def _own_card() -> dict[str, int] | None:
+    """The `device_map` of a rank of DDP that loads onto its card; None under FSDP, and where it has none."""
+    device = PartialState().device
+    if device.type != "cuda" or os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+        return None
+    return {"": device.index or 0}
 
 
 def _reference_of(config: TrlConfig) -> Any:

@@ -93,7 +93,8 @@ CUT: Callable[..., torch.Tensor] = _Cut.apply
 def fuse(model: Any, loss: Callable[..., torch.Tensor]) -> bool:
     """Whether the model (or that within a PEFT model) now takes its loss by LIGER or CUT wherever labels are given.
 
-    It does not where its head is no plain linear layer. Without labels, and in evaluation, the logits are made.
+    It does not where its head is no plain linear layer. Without labels the logits are made. In evaluation LIGER makes
+    them too (its `skip_logits` is `training`) and CUT does not (its `train_only` is off).
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -106,7 +107,7 @@ def fuse(model: Any, loss: Callable[..., torch.Tensor]) -> bool:
     @functools.wraps(made)
     def forward(*args: Any, **given: Any) -> Any:
         labels = given.get("labels")
-        if labels is None or not model.training:
+        if labels is None or (loss is LIGER and not model.training):
             return made(*args, **given)
 
         def lost(hidden: torch.Tensor) -> torch.Tensor:  # in the head's place, where sharded weights are whole

@@ -130,6 +130,8 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
         raise ConfigError(f"context_parallel_size {sharers} must divide the ranks; got {ranks}")
     note_axolotl(draft, folder)
     note_adapters(draft, "lora_model_dir", "lora_r", folder)
+    if trainer == "hf":  # utils/config/__init__.py, device_map
+        draft.put("loads_on_card", True)
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
 

@@ -111,6 +111,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
         draft.put("env", dict(GROWING_SEGMENTS))
     note_llama_factory(draft, folder)
     note_adapters(draft, "adapter_name_or_path", "lora_rank", folder)
+    draft.put("loads_on_card", True)  # hparams/parser.py, device_map
     return draft.foreign("hf", launch=launch, ranks=ranks or workers, prompt_tokens=length)
 
 

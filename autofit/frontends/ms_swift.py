@@ -239,6 +239,8 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
     strict = not draft.is_on("ignore_args_error")
     note_swift(draft, folder)
     note_adapters(draft, "adapters", "lora_rank", folder)
+    if trainer == "hf":  # model/utils.py, get_default_device_map
+        draft.put("loads_on_card", True)
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=strict)
 
 

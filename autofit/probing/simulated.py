@@ -138,8 +138,11 @@ class SimMemory:
             return
         trains = run.marks[0].event
         held, pinned = held_bytes(run.nbytes, run.categories)
+        load_bytes = int(held[:trains].max(initial=0))
+        if launch.sharding == "ddp" and 2 * load_bytes < loaded_bytes:
+            return  # each rank has loaded onto its own card
         self._host = host_memory(
-            launch, loaded_bytes, whole_bytes=saved_bytes, load_bytes=int(held[:trains].max(initial=0)),
+            launch, loaded_bytes, whole_bytes=saved_bytes, load_bytes=load_bytes,
             share_bytes=int(held[trains - 1]) if trains else 0,
             kept_bytes=int(held[trains:].max(initial=0)), pinned_bytes=int(pinned[trains:].max(initial=0)),
         )  # fmt: skip

@@ -55,8 +55,8 @@ def main() -> None:
         if wanted:
             advice_s = 0.0 if arguments.no_advice else arguments.advice_time
             found = estimate(thread, advice_s=advice_s, limit_s=arguments.limit_s)
-            if "error" in found and kept and "fits" in kept and not arguments.again:
-                found = {**kept, **found}  # the symptom of an earlier run stays
+            if "error" in found and kept and "fits" in kept and not arguments.again and not is_stale(kept):
+                found = {**kept, **found}  # the symptom of an earlier run of the same code stays
             if arguments.untimed and kept:
                 found |= {name: kept[name] for name in TIMED if name in kept}
             arguments.results.mkdir(parents=True, exist_ok=True)

@@ -23,15 +23,17 @@ from autofit.trainers.own_keys import OwnKeys
 from autofit.trainers.rows import with_tokens
 from autofit.trainers.trl_config import TrlConfig
 from experiments.frontends.peaks.rows import Part
+from experiments.frontends.peaks.then import loading
 
 NAME = "experiments.frontends.peaks.mixed:TRAINER"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The key of a recipe besides those of `hf`."""
+    """Keys of a recipe besides those of `hf`."""
 
     sample_tokens: str  # the samples' lengths, in order, with commas between
+    weights_alone: bool = False  # as in then.py
 
 
 class Mixed(OwnKeys, HfTrainer):  # type: ignore[misc]
@@ -39,10 +41,11 @@ class Mixed(OwnKeys, HfTrainer):  # type: ignore[misc]
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
         longest = _row(config, worst_case)
-        drawn = [int(text) for text in self.own(config).sample_tokens.split(",")]
+        own = self.own(config)
+        drawn = [int(text) for text in own.sample_tokens.split(",")]
         count = samples_per_step(config) * int(config.training.world_size) * (config.training.max_steps + 1)
         rows = [with_tokens(longest, drawn[place % len(drawn)], first=False) for place in range(count)]
-        with random_weights(hf_training):
+        with random_weights(hf_training), loading(weights_alone=own.weights_alone):
             return made(config, Dataset.from_list(rows))
 
 

@@ -19,8 +19,11 @@ from autofit.frontends.reading import read
 from experiments.frontends.peaks.mixed import NAME as MIXED
 from experiments.frontends.peaks.mixed import draw, packs
 from experiments.frontends.peaks.rows import Row, read_rows
+from experiments.frontends.peaks.then import NAME as THEN
 
 DRAWN = 64  # lengths, which repeat after that
+WARMED = "2025-03-21"  # transformers 4.50; before, it took no block for all weights before it loaded them
+GONE = re.compile(r"^max_packed_sequence_len:.*\n", re.MULTILINE)  # Axolotl refuses it today; the row says the length
 NAMED_ZERO = re.compile(r"(--deepspeed\s+)(zero[0-3](?:_offload)?)\b")
 
 
@@ -47,6 +50,9 @@ def estimate(row: Row, tokens: int | None, checkout: Path, folder: Path) -> Esti
         changes["sample_tokens"] = ",".join(map(str, lengths(row, tokens)))
         if row.packed_together:
             changes["packing"] = False  # rows of packs' lengths stand for them
+    if row.date < WARMED and trainer in (MIXED, THEN, "hf"):
+        trainer = MIXED if row.samples else THEN
+        changes["weights_alone"] = True
     return autofit.estimate(recipe, gpu=card, trainer=trainer, changes=changes, prompt_tokens=prompt, lengths="off",
                             advice=False)  # fmt: skip
 
@@ -103,8 +109,11 @@ def predict(row: Row, checkout: Path) -> dict[str, object]:
             (Path(name) / "model").mkdir()
         if row.commit:
             files_of(row.commit, checkout, Path(name) / "then")
+            file = Path(name) / "then" / row.path
             if row.tool == "ms-swift":
-                with_deepspeed(Path(name) / "then" / row.path, row.commit, checkout)
+                with_deepspeed(file, row.commit, checkout)
+            else:
+                file.write_text(GONE.sub("", file.read_text("utf-8")), "utf-8")
         low, high = row.longest_tokens or (None, None)
         found: dict[str, object] = {"most": figures(estimate(row, high, checkout, Path(name)))}
         if low != high and not row.samples:

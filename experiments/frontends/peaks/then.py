@@ -1,16 +1,20 @@
-"""The trainer `hf` with what PEFT of 2023 did otherwise, for rows measured with it.
+"""The trainer `hf` with what older libraries did otherwise, for rows measured with them.
 
-Read in PEFT 0.4 and 0.5 (`prepare_model_for_kbit_training`, `ModulesToSaveWrapper`) and in Axolotl at dc71d8872, which
-casts nothing back after `prepare_model_for_kbit_training`.
+Read in PEFT 0.4 and 0.5 (`prepare_model_for_kbit_training`, `ModulesToSaveWrapper`), in Axolotl at dc71d8872, which
+casts nothing back after `prepare_model_for_kbit_training`, and in transformers 4.46, 4.49 and 4.50, which first takes
+a block for all weights, and gives it back, before it loads them (`caching_allocator_warmup`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+import transformers.modeling_utils as modeling
 
 from autofit.trainers.hf import HfTrainer
 from autofit.trainers.own_keys import OwnKeys
@@ -25,20 +29,28 @@ class Settings:
 
     single_rest: bool = False  # what is not quantised (norms, embeddings, head) is held in float32
     half_kept: bool = False  # trained copies of whole modules have the model's dtype, as adapters had not
+    weights_alone: bool = False  # no block for all weights is taken before they are loaded
 
 
 class Then(OwnKeys, HfTrainer):  # type: ignore[misc]
     settings = Settings
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> Any:
-        trainer = super().probed(config, worst_case)
-        own, model = self.own(config), trainer.model
+        own = self.own(config)
+        with loading(weights_alone=own.weights_alone):
+            trainer = super().probed(config, worst_case)
+        model = trainer.model
         for name, parameter in model.named_parameters():
             if own.half_kept and ".modules_to_save." in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
             elif own.single_rest and not _quantised(parameter):
                 parameter.data = parameter.data.to(torch.float32)
         return trainer
+
+
+def loading(*, weights_alone: bool) -> AbstractContextManager[object]:
+    """Context in which transformers loads as it did before 4.50, if `weights_alone`."""
+    return mock.patch.object(modeling, "caching_allocator_warmup") if weights_alone else nullcontext()
 
 
 def _quantised(parameter: torch.nn.Parameter) -> bool:
