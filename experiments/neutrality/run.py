@@ -137,7 +137,7 @@ def knobs(trainer: str, settings: Mapping[str, object]) -> dict[str, list[dict[s
     if trainer == "sft" and not settings.get("use_peft"):  # TRL 1.16 fails under LoRA
         found[f"{OPTIONS}.selective"] = [{OPTIONS: {"selective": True}}]
     if trainer == "sft":
-        found["padding_free"] = [{"padding_free": True}]
+        found["padding_free"] = [{"padding_free": True, "max_length": None}]  # TRL takes it without packing only so
     return found | {
         "gradient_checkpointing": [{"gradient_checkpointing": False}],
         "attn_implementation": [{"attn_implementation": "eager"}],

@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "patches.attention", "patches.cuda_api", "patches.operators",
         "patches.recurrent", "patches.rollout", "patches.vllm",
     ),
-    ("patches.distributed", "patches.libraries", "patches.low_bit"),
+    ("patches.distributed", "patches.libraries", "patches.low_bit", "patches.windows"),
     ("patches.registry",),
     ("device",),
     ("",),
