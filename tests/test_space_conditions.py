@@ -256,8 +256,9 @@ def test_a_target_may_be_below_the_weights_where_a_candidate_has_fewer_bits() ->
         facts = {n: getattr(made, n) for n in Recipe.__dataclass_fields__}
         space = full(Recipe(**{**facts, "model_parameters": 1000, "weights_bytes": 4000}), allow=allow)
         _check_target(space, least)
-        with pytest.raises(ConfigError, match="must hold at least the model's weights"):
+        with pytest.raises(ConfigError, match="must hold at least the model's weights") as told:
             _check_target(space, least - 1)
+        assert ("or load them in 4 bits (--allow recipe)" in str(told.value)) == (lora and least > 530)
 
 
 @pytest.mark.parametrize(

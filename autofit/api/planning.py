@@ -43,6 +43,7 @@ from autofit.units import format_bytes
 DeviceKind = Literal["auto", "cpu", "cuda", "sim"]
 _DEVICES: tuple[DeviceKind, ...] = ("auto", "cpu", "cuda", "sim")
 _JOBS_AT_ONCE = 4
+_IN_4_BITS = 0.53  # bytes of a parameter, with the scales of its block
 _TRIALS = 12  # of a search that no time or plateau ends
 
 
@@ -228,14 +229,22 @@ def _check_target(space: Space, limit_bytes: int) -> None:
     if weights is None or parameters is None:
         return
     choices = {knob.name: values for knob, values in zip(space.knobs, space.choices, strict=True)}
-    of_each = 0.53 if "4bit" in choices.get(QUANTIZATION, ()) else 2 if "bfloat16" in choices.get("dtype", ()) else None
+    of_each: float | None = 2 if "bfloat16" in choices.get("dtype", ()) else None
+    of_each = _IN_4_BITS if "4bit" in choices.get(QUANTIZATION, ()) else of_each
     least = weights if of_each is None else min(weights, int(of_each * parameters))
     if least > limit_bytes:
         raise ConfigError(
             f"{option('target-vram')} less the headroom must hold at least the model's weights of "
             f"{format_bytes(least)} (dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it"
-            f"{_or_halve(recipe)}"
+            f"{_or_halve(recipe)}{_or_in_4_bits(recipe, limit_bytes)}"
         )
+
+
+def _or_in_4_bits(recipe: Recipe, limit_bytes: int) -> str:
+    """How an adapter's frozen weights take a quarter, as the end of a sentence; "" where that is no way."""
+    fits = recipe.model_parameters is not None and _IN_4_BITS * recipe.model_parameters < limit_bytes
+    adapts = recipe.resolved.get("use_peft") and not recipe.foreign
+    return f", or load them in 4 bits ({option('allow')} recipe)" if adapts and fits else ""
 
 
 def _or_halve(recipe: Recipe) -> str:

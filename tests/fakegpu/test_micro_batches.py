@@ -205,6 +205,16 @@ def _kept(model: torch.nn.Module, step: int) -> None:
         _norm(model).register_forward_hook(lambda module, args, out: kept.append(out.detach().clone()))
 
 
+def _renews(model: torch.nn.Module, step: int) -> None:
+    """Let a module keep a copy of its last result, as Qwen2.5-VL does the shifts of its positions."""
+
+    def hook(module: torch.nn.Module, args: object, out: torch.Tensor) -> None:
+        module.latest = out.detach().clone()
+
+    if step == 0:
+        _norm(model).register_forward_hook(hook)
+
+
 def _begins_a_phase(model: torch.nn.Module, step: int) -> None:
     if step == 0:
         _norm(model).register_forward_hook(lambda *_: cast("FakeGpu", active_gpu()).memory.enter_phase("norm"))
@@ -229,6 +239,15 @@ def _more_in_the_backward(model: torch.nn.Module, step: int) -> None:
 )  # fmt: skip
 def test_a_micro_batch_that_may_differ_from_those_before_is_traced(tmp_path: Path, change: Change) -> None:
     played, traced = (Trained(tmp_path, plays=plays, lora=False, change=change) for plays in (True, False))
+    same(played, traced)
+
+
+@pytest.mark.slow
+def test_a_tensor_that_a_model_keeps_until_its_next_forward_is_renewed_by_a_played_micro_batch(tmp_path: Path) -> None:
+    played, traced = (
+        Trained(tmp_path, plays=plays, change=_renews, gradient_accumulation_steps=4) for plays in (True, False)
+    )
+    assert (played.played, traced.played) == (4 * STEPS - 2, 0)
     same(played, traced)
 
 
