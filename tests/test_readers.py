@@ -13,7 +13,7 @@ from recipes import grpo_recipe
 from tiny import write_model
 
 import autofit
-from autofit.api.planning import _or_halve
+from autofit.api.planning import _or_less
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.frontends import ms_swift, sharing
@@ -1020,9 +1020,9 @@ def test_how_the_weights_take_less_is_said_in_the_keys_of_the_file(tmp_path: Pat
     path.write_text(yaml.safe_dump({**LLAMA, "finetuning_type": "full"}))
     source = source_of(path)
     recipe = replace(grpo_recipe(), resolved=source.values, foreign=source.foreign)
-    assert _or_halve(recipe) == " or set pure_bf16: true"
-    assert _or_halve(replace(recipe, resolved={"dtype": "bfloat16"})) == ""
-    assert _or_halve(replace(recipe, foreign={})) == " or change dtype"
+    assert _or_less(recipe, 1) == ", or set pure_bf16: true"
+    assert _or_less(replace(recipe, resolved={"dtype": "bfloat16"}), 1) == ""
+    assert _or_less(replace(recipe, foreign={}), 1) == ", or set dtype: bfloat16"
 
 
 def test_what_a_search_changed_is_said_in_the_names_of_the_users_own_file(tmp_path: Path) -> None:

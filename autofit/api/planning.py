@@ -236,22 +236,18 @@ def _check_target(space: Space, limit_bytes: int) -> None:
         raise ConfigError(
             f"{option('target-vram')} less the headroom must hold at least the model's weights of "
             f"{format_bytes(least)} (dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it"
-            f"{_or_halve(recipe)}{_or_in_4_bits(recipe, limit_bytes)}"
+            f"{_or_less(recipe, limit_bytes)}"
         )
 
 
-def _or_in_4_bits(recipe: Recipe, limit_bytes: int) -> str:
-    """How an adapter's frozen weights take a quarter, as the end of a sentence; "" where that is no way."""
-    fits = recipe.model_parameters is not None and _IN_4_BITS * recipe.model_parameters < limit_bytes
-    adapts = recipe.resolved.get("use_peft") and not recipe.foreign
-    return f", or load them in 4 bits ({option('allow')} recipe)" if adapts and fits else ""
-
-
-def _or_halve(recipe: Recipe) -> str:
-    """How the weights take less, as the end of a sentence; "" where another tool's file has no key for it."""
-    if not recipe.foreign:
-        return " or change dtype"
-    halved = {"dtype": "bfloat16"}
-    own, _ = own_changes(recipe.foreign, halved)
-    is_whole = recipe.resolved.get("dtype") in (None, "float32")
-    return f" or set {own_words(recipe.foreign, halved)}" if own and is_whole else ""
+def _or_less(recipe: Recipe, limit_bytes: int) -> str:
+    """How the weights take less, as the end of a sentence; "" where neither the recipe nor another tool's file can."""
+    ways, halved = list[str](), {"dtype": "bfloat16"}
+    if recipe.resolved.get("dtype") in (None, "float32"):
+        own, _ = own_changes(recipe.foreign, halved) if recipe.foreign else (halved, {})
+        words = own_words(recipe.foreign, halved) if recipe.foreign else "dtype: bfloat16"
+        ways += [f"set {words}"] if own else []
+    in_4_bits = None if recipe.model_parameters is None else _IN_4_BITS * recipe.model_parameters
+    if in_4_bits is not None and in_4_bits < limit_bytes and recipe.resolved.get("use_peft") and not recipe.foreign:
+        ways.append(f"load them in 4 bits ({option('allow')} recipe)")
+    return "".join(f", or {way}" for way in ways)
