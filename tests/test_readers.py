@@ -21,9 +21,10 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.draft import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, changed, in_own_keys, own_names, own_text, own_words, source_of, written
+from autofit.frontends.writing import can_say, changed, in_own_keys, own_text, own_words, source_of, written
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
+from autofit.recipe.recipe import own_names
 from autofit.space.traits import describe_changes
 
 LLAMA: dict[str, object] = {

@@ -18,7 +18,6 @@ class MicroBatchMean(Trainer):  # type: ignore[misc]
     """A trainer whose loss is a mean over each micro-batch."""
 
     steps_alike = True
-
     loss_is_scaled_for_ga = False
 
     def __init__(self, *args: Any, **more: Any) -> None:

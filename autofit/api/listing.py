@@ -13,8 +13,8 @@ from autofit.api.events import TrialResult
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown
 from autofit.folding import Folding
-from autofit.frontends.writing import own_names
 from autofit.probing.result import ProbeStatus
+from autofit.recipe.recipe import own_names
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import baseline, winner
 from autofit.tuning.record import record_of

@@ -13,10 +13,9 @@ from autofit.forecast.change import Change, Tell, asks_of_sizes, faster_changes
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
-from autofit.frontends.writing import own_names
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.recipe import Recipe, merge
+from autofit.recipe.recipe import Recipe, merge, own_names
 from autofit.space.space import Candidate, Space
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import Trial

@@ -15,7 +15,6 @@ from autofit.cluster.executor import Executor
 from autofit.cluster.scheduler import cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
-from autofit.frontends.writing import own_names
 from autofit.probing.launch import is_alive
 from autofit.promotion.promotion import (
     Promotion,
@@ -31,6 +30,7 @@ from autofit.promotion.promotion import (
 )
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
 from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.recipe import own_names
 from autofit.space.narrow import missing_packages
 from autofit.tracking.follower import mended
 from autofit.tuning.locks import exclusive

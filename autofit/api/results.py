@@ -12,9 +12,10 @@ from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
 from autofit.forecast.predictions import Cloud
-from autofit.frontends.writing import own_names, own_words
+from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
+from autofit.recipe.recipe import own_names
 from autofit.tracking.front_plot import FrontPicture, front_figure, title_of
 from autofit.tuning.frontier import SPEED, Foreseen, Rule, Trial, baseline, common_front, winner
 from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of

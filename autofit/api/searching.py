@@ -34,7 +34,6 @@ from autofit.forecast.predictions import (
     without,
     without_offload,
 )
-from autofit.frontends.writing import own_names
 from autofit.hardware import calibration
 from autofit.hardware.hardware import about_twin, simulated_twin
 from autofit.probing.cluster_launch import launcher_for
@@ -43,7 +42,7 @@ from autofit.probing.prepare import keep_worst_case, worst_case_path
 from autofit.recipe.findings import OFFLOAD
 from autofit.recipe.keys import Tier
 from autofit.recipe.launching import launch_options
-from autofit.recipe.recipe import merge
+from autofit.recipe.recipe import merge, own_names
 from autofit.space.knob import StatedSpace
 from autofit.space.space import Space
 from autofit.space.traits import describe_changes

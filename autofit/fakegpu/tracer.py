@@ -64,8 +64,7 @@ class Tracer(TorchDispatchMode):
         self._key: tuple[object, ...] | None = None  # of the operation under way: its inputs, if these tell its cost
         self.host: HostMemory | None = None  # where the memory of the host is followed too
         self.layers: LayerRecorder | None = None
-        self.after: Callable[[OpOverload, object], None] | None = None
-        self.charged: Callable[..., None] | None = None  # told what the clock is, of each operation
+        self.after: Callable[..., None] | None = None  # told of each operation what the clock is told
         self.groups: dict[str, int] = {}  # ranks of each process group that had a collective on the card
         self._workspace_bytes = blas_workspace_bytes
         self.workspaces: dict[tuple[bool, int], int] = {}  # the allocation of each of cuBLAS
@@ -288,10 +287,8 @@ class Tracer(TorchDispatchMode):
         if (launches := OF_A_TENSOR.get(func)) is not None:
             charge_tensors(self.clock, self.layers, launches, args[0])
         self.clock.operation(func, args, kwargs, out, key)
-        if self.charged is not None:
-            self.charged(func, args, kwargs, out, key)
         if self.after is not None:
-            self.after(func, out)
+            self.after(func, args, kwargs, out, key)
 
     def _communicate(self, func: OpOverload, args: Sequence[object], out: object) -> None:
         """Charge a collective with other cards, or the wait for those before."""

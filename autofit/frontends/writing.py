@@ -34,7 +34,7 @@ from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool
 from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
-from autofit.recipe.recipe import merge
+from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import opened_text
 from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
 
@@ -348,11 +348,6 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     else:
         parts = [f"{key}: {_flow(value)}" for key, value in own.items()]
     return ", ".join((*parts, *others))
-
-
-def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
-    """{key of the recipe: its name in the file that the recipe was} where that has the same value by another name."""
-    return cast("Mapping[str, str]", origin.get("names", {}))
 
 
 def in_own_names(origin: Mapping[str, object], text: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import yaml
 
@@ -214,7 +215,7 @@ class Recipe:
         elif self.longest_sample_tokens is not None:
             key = self.keys.length
             limit = None if key is None else self.resolved.get(key)
-            name = self._own_name(key or "limit")
+            name = own_names(self.foreign).get(key, key) if key else "limit"
             of = f"no {name}" if limit is None else f"{name} {limit}"
             rows.append(("worst case", f"{self.longest_sample_tokens} tokens in the longest sample ({of})"))
         other = self.resolved.get("peft_adapter")
@@ -227,10 +228,10 @@ class Recipe:
             rows.append(("weights", f"{_count(self.model_parameters)} parameters, {format_bytes(self.weights_bytes)}"))
         return [*rows, *(("note", note) for note in self.notes)]
 
-    def _own_name(self, key: str) -> str:
-        """The name of `key` in the file of another tool that this recipe is."""
-        names = self.foreign.get("names")
-        return str(names.get(key, key)) if isinstance(names, Mapping) else key
+
+def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
+    """{key of the recipe: its name in the file that the recipe was} where that has the same value by another name."""
+    return cast("Mapping[str, str]", origin.get("names", {}))
 
 
 def _count(number: int) -> str:

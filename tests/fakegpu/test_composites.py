@@ -121,7 +121,7 @@ def test_rms_norm_is_one_kernel_that_keeps_one_number_a_row() -> None:
     for inference in (False, True):
         seen = []
         with fake_gpu("a100-40gb") as gpu:
-            gpu.tracer.after = lambda function, out: seen.append(function.__name__)  # noqa: B023
+            gpu.tracer.after = lambda function, *_: seen.append(function.__name__)  # noqa: B023
             x = torch.randn(4, 1000, 256, device="cuda", requires_grad=not inference)
             weight = torch.ones(256, device="cuda", requires_grad=not inference)
             with torch.inference_mode(inference):

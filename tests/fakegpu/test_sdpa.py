@@ -83,7 +83,7 @@ def test_a_mask_is_padded_to_8_before_it_is_expanded_over_the_heads_so_one_more_
 def test_the_math_kernel_adds_its_mask_in_place_and_halves_its_weights_before_the_last_product_as_on_cuda() -> None:
     seen = []
     with fake_gpu("a100-40gb") as gpu:
-        gpu.tracer.after = lambda function, out: seen.append(function.__name__)
+        gpu.tracer.after = lambda function, *_: seen.append(function.__name__)
         q = torch.randn(1, 2, 8, 8, device="cuda", dtype=torch.bfloat16)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             scaled_dot_product_attention(q, q, q, torch.zeros(8, 8, device="cuda"))

@@ -162,15 +162,16 @@ class _MicroBatch:
         except _Unlike:
             return
         self._key = _surroundings(self._gpu), self._states, has_gradient, told
+        known = self._calls.get(self._key) if self._gpu.tracer.workspaces else None
         memory, tensors = self._gpu.memory, list(_tensors(inputs))
-        self._inputs = [index for each in tensors if (index := memory.index_of(each)) is not None]
-        if self._key in self._calls and self._gpu.tracer.workspaces:
-            call, renewed = self._calls[self._key]
-            tensors += [getattr(module, name) for module, name in renewed]
-            self._inputs = [index for each in tensors if (index := memory.index_of(each)) is not None]
-            given_back = call.given_back
-            for tensor, index in zip(tensors, map(memory.index_of, tensors), strict=True):
-                if index is not None and call.inputs[self._inputs.index(index)] in given_back:
+        if known is not None:
+            tensors += [getattr(module, name) for module, name in known[1]]
+        on_card = [(tensor, index) for tensor in tensors if (index := memory.index_of(tensor)) is not None]
+        self._inputs = [index for _, index in on_card]
+        if known is not None:
+            given_back = known[0].given_back
+            for (tensor, _), number in zip(on_card, known[0].inputs, strict=True):
+                if number in given_back:
                     memory.disown(tensor)
             raise _Known
         self._held = self._held_now()
@@ -400,6 +401,39 @@ class _Output:
         return out
 
 
+Event = tuple[int, int, Allocation | None]  # allocation, layer at work, and what was taken; None: it was given back
+
+
+def events_since(gpu: FakeGpu, begin: int) -> list[Event]:
+    """What was taken and given back from event number `begin` on."""
+    memory, log = gpu.memory, gpu.memory.log
+    return [
+        (number, tag, memory.allocations[number] if nbytes > 0 else None)
+        for number, nbytes, tag in zip(log.ids[begin:], log.nbytes[begin:], log.tags[begin:], strict=True)
+    ]
+
+
+def play(gpu: FakeGpu, events: Sequence[Event], given: Mapping[int, int]) -> dict[int, int]:
+    """Take and give back the same again; {allocation of then: that of now} of those that stay.
+
+    `given` is that of allocations from before the events, which they may give back.
+    """
+    memory, layers, numbers = gpu.memory, gpu.layers, dict(given)
+    try:
+        for number, tag, template in events:
+            if layers is not None:
+                layers.set(tag)
+            if template is None:
+                memory.release(numbers.pop(number))
+            else:
+                numbers[number] = memory.allocate_again(template)
+    except torch.OutOfMemoryError:
+        for number in set(numbers.values()) - set(given.values()):
+            memory.release(number)
+        raise
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     """A call: what it took and gave back in order, its time, and its outputs."""
@@ -407,7 +441,7 @@ class _Recorded:
     begin: _Moment
     end: _Moment
     lanes_s: tuple[float, float]  # of host and card at the end
-    events: Sequence[tuple[int, int, Allocation | None]]  # allocation, layer at work, and what was taken, if anything
+    events: Sequence[Event]
     backwards: Sequence[int]  # where in the events backward passes begin
     outputs: Sequence[_Output | None]  # None: the call returned None
     alone: bool  # whether it returned one tensor, and not several
@@ -426,8 +460,8 @@ class _Recorded:
         taken = range(begin.allocation, end.allocation)
         stay = {number for number in taken if memory.allocations[number].died is None}
         workspaces = stay & set(gpu.tracer.workspaces.values())
-        log, during = memory.log, slice(begin.event, end.event)
-        ids, sizes, tags = log.ids[during], log.nbytes[during], log.tags[during]
+        events = events_since(gpu, begin.event)
+        ids = [id_ for id_, _, _ in events]
         if (
             stay - workspaces != kept
             or len(kept) != sum(part is not None for part in parts)
@@ -436,11 +470,7 @@ class _Recorded:
             or not _is_alone(gpu)
         ):
             return None
-        events = [
-            (id_, tag, memory.allocations[id_] if nbytes > 0 else None)
-            for id_, nbytes, tag in zip(ids, sizes, tags, strict=True)
-            if id_ not in workspaces
-        ]
+        events = [event for event in events if event[0] not in workspaces]
         starts = [at - begin.event for at in gpu.backward_starts[begin.backward :]]
         backwards = [place - sum(id_ in workspaces for id_ in ids[:place]) for place in starts]
         lanes_s = gpu.clock.host_s, gpu.clock.gpu_s
@@ -454,22 +484,11 @@ class _Recorded:
     def again(self, gpu: FakeGpu, inputs: Sequence[int] = ()) -> Any:
         """The outputs of the call, made once more with other inputs; those that it gives back belong to no tensor."""
         gpu.backward_starts += (len(gpu.memory.log) + place for place in self.backwards)
-        memory, layers, numbers = gpu.memory, gpu.layers, dict(zip(self.inputs, inputs, strict=True))
         try:
-            for number, tag, template in self.events:
-                if layers is not None:
-                    layers.set(tag)
-                if template is None:
-                    memory.release(numbers.pop(number))
-                else:
-                    numbers[number] = memory.allocate_again(template)
-        except torch.OutOfMemoryError:
-            for number in set(numbers.values()) - set(inputs):
-                memory.release(number)
-            raise
+            numbers = play(gpu, self.events, dict(zip(self.inputs, inputs, strict=True)))
         finally:
-            if layers is not None:
-                layers.set(0)
+            if gpu.layers is not None:
+                gpu.layers.set(0)
         self._pass(gpu.clock)
         made = [each and each.again(gpu, numbers[each.allocation]) for each in self.outputs]
         return made[0] if self.alone else tuple(made)

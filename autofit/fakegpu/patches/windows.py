@@ -20,9 +20,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
-from autofit.fakegpu.memory import Allocation
 from autofit.fakegpu.patches.attention import Attention
 from autofit.fakegpu.patches.redirect import Target, untouched
+from autofit.fakegpu.patches.same_calls import Event, events_since, play
 
 aten = torch.ops.aten
 _LEAST_PLAYED = 4  # windows beyond one of each size
@@ -108,24 +108,13 @@ class _Recording:
     An output is a tensor of the same size, and its allocation; None where it is not on the card.
     """
 
-    events: Sequence[tuple[int, Allocation | None]]
+    events: Sequence[Event]
     charged: list[tuple[OpOverload, Any, Any, Any, Any]]  # arguments of the clock
     outputs: Sequence[tuple[torch.Tensor, int | None]]
 
     def again(self, gpu: FakeGpu) -> list[int | None]:
         """Play it once more; the allocation of each output."""
-        memory, numbers = gpu.memory, dict[int, int]()
-        try:
-            for number, template in self.events:
-                if template is None:
-                    memory.release(numbers.pop(number))
-                else:
-                    numbers[number] = memory.allocate_again(template)
-        except torch.OutOfMemoryError:
-            for number in numbers.values():
-                memory.release(number)
-            raise
-        clock = gpu.clock
+        numbers, clock = play(gpu, self.events, {}), gpu.clock
         for func, args, kwargs, out, key in self.charged:
             if key in clock.known and clock.log is None:  # nothing is read but the cost
                 clock.operation(func, (), {}, None, key)
@@ -310,23 +299,19 @@ class _Loop:
     @contextmanager
     def _recorded(self) -> Iterator[_Recording]:
         """Context whose operations are in the recording, once it has ended."""
-        memory, tracer = self._gpu.memory, self._gpu.tracer
-        recording, begin = _Recording((), [], ()), len(memory.log)
+        tracer, recording, begin = self._gpu.tracer, _Recording((), [], ()), len(self._gpu.memory.log)
 
         def note(func: OpOverload, *told: Any) -> None:
             args, kwargs, out, key = told
             with self._aside():
                 recording.charged.append((func, _twin(args), _twin(kwargs), _twin(out), key))
 
-        tracer.charged = note
+        before, tracer.after = tracer.after, note
         try:
             yield recording
         finally:
-            tracer.charged = None
-        ids, sizes = memory.log.ids[begin:], memory.log.nbytes[begin:]
-        recording.events = [
-            (id_, memory.allocations[id_] if nbytes > 0 else None) for id_, nbytes in zip(ids, sizes, strict=True)
-        ]
+            tracer.after = before
+        recording.events = events_since(self._gpu, begin)
 
     def _settle(self, recording: _Recording, outputs: Sequence[torch.Tensor]) -> list[int | None]:
         """Note the outputs of a recording, whose allocations stay when the tensors die; these allocations."""
