@@ -270,7 +270,6 @@ class RolloutTrainer(TrlTrainer):
         trainer.eos_token_ids = [_NEVER]
         if padded(config, worst_case) and not images:
             trainer._tokenize_prompts = shorter_prompts(trainer._tokenize_prompts)
-            trainer.one_is_longest = True
         return trainer
 
     def longest(self, config: TrlConfig, inspection: Inspection) -> dict[str, object]:

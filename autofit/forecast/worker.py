@@ -143,7 +143,7 @@ class Recording:
             spec, host_costs=host_costs(self.device)[0], enforce_capacity=False, follow_layers=follow_layers
         )
         with simulated_rank(Launch.of(self.values), device=self.device), card as gpu, few:
-            gpu.only_last_decode_steps = True
+            gpu.only_last_decode_steps = gpu.plays_micro_batches = True
             if gpu.tracer.shortcut is not None:
                 gpu.tracer.shortcut.known = self.operations
             gpu.clock.known = self.costs
@@ -229,12 +229,16 @@ class _Marks(Report):
         self.enter(left)
 
     def step_begins(self, step: int) -> None:
-        """Only the second step is recorded; the first makes the optimizer's state, whatever its rollout returns."""
-        self.later = False
-        self._measure(on=step == 1)
-        self._gpu.skips_rollouts = self._samples_each_step and not self.log.on
-        if self.log.on:
-            self.repeats |= {UPDATE: 1, UPDATE + LATER: self._accumulation - 1}
+        """Only the second step counts; the first makes the optimizer's state, whatever its rollout returns.
+
+        A micro-batch of the second that is like the first's is played from it, so that one is recorded too.
+        """
+        self.later, is_second = False, step == 1
+        self._measure(on=True)
+        self._gpu.skips_rollouts = self._samples_each_step and not is_second
+        if is_second:
+            self.log.restart()
+            self.repeats = {UPDATE: 1, UPDATE + LATER: self._accumulation - 1}
             self.second_step = len(self.marks)
         self.enter(UPDATE)
 

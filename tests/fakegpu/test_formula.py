@@ -19,6 +19,7 @@ from recipes import inspect
 from tiny import write_model, write_offline_recipe, write_recipe
 
 from autofit.fakegpu.formula.formula import MassModel
+from autofit.fakegpu.patches import same_calls
 from autofit.files import write_json
 from autofit.forecast.composed import Made
 from autofit.forecast.worker import Point, Seen, Structure
@@ -76,6 +77,22 @@ def test_a_configuration_is_evaluated_as_it_would_be_traced(structure: Structure
     x = {name: np.array([float(v)]) for name, v in {"B": 5, "G": 10, "C": 33, "r": 9}.items()}
     told = model.peaks(x, 5)
     assert {phase: round(float(told[phase][0])) for phase in traced} == traced
+
+
+@pytest.mark.slow
+def test_micro_batches_that_a_trace_plays_count_like_traced_ones(
+    structure: Structure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the second step, whose rollout is for both: its decode steps are not those of the first step."""
+    point, stack = Point(micro_batch=4, completion=20, rank=5, accumulation=2, chunk=2), structure.stack
+    played = structure.recording.trace(point, stack)
+    monkeypatch.setattr(same_calls, "_may_play", lambda *_: False)
+    traced = structure.recording.trace(point, stack)
+    assert played.peaks == traced.peaks
+    assert played.kernels.counts == traced.kernels.counts
+    for segment, counts in traced.kernels.host_counts.items():
+        assert played.kernels.host_counts[segment] == pytest.approx(counts, rel=1e-9)
+    assert played.kernels.repeats == traced.kernels.repeats
 
 
 def test_a_model_that_several_processes_traced_is_that_of_one(tmp_path: Path, fork_server: ForkServer) -> None:

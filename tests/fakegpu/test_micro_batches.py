@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -42,10 +42,10 @@ class Trained:
 
     def __init__(
         self, folder: Path, *, plays: bool = True, lora: bool = True, change: Change | None = None,
-        trainer: type[GRPOTrainer] = GRPOTrainer, **settings: Any,
+        trainer: type[GRPOTrainer] = GRPOTrainer, prompts: Sequence[str] = ("t1 t2 t3",), **settings: Any,
     ) -> None:  # fmt: skip
         with self._card(plays):
-            self.trainer = self._build(folder, trainer, lora, settings)
+            self.trainer = self._build(folder, trainer, lora, prompts, settings)
             if change is not None:
                 self.trainer.add_callback(Changing(change))
             self.trainer.train()
@@ -65,7 +65,9 @@ class Trained:
             self.gpu.plays_micro_batches = plays
             yield
 
-    def _build(self, folder: Path, trainer: type[GRPOTrainer], lora: bool, settings: dict[str, object]) -> GRPOTrainer:
+    def _build(
+        self, folder: Path, trainer: type[GRPOTrainer], lora: bool, prompts: Sequence[str], settings: dict[str, object]
+    ) -> GRPOTrainer:
         common: dict[str, object] = {
             "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "bf16": True,
             "gradient_accumulation_steps": EACH, "max_steps": STEPS, "save_strategy": "no", "report_to": [],
@@ -75,7 +77,7 @@ class Trained:
             model=build_model(Case(kind="grpo"), num_hidden_layers=1),
             reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
             args=GRPOConfig(output_dir=str(folder), **(common | settings)),
-            train_dataset=Dataset.from_dict({"prompt": ["t1 t2 t3"] * 8}),
+            train_dataset=Dataset.from_dict({"prompt": [*prompts] * 8}),
             processing_class=tokenizer(),
             peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
         )
@@ -145,6 +147,14 @@ def test_micro_batches_like_one_before_are_played_to_the_same_bytes_and_seconds(
 )  # fmt: skip
 def test_micro_batches_without_rollouts_are_played_to_the_same_bytes_and_seconds(tmp_path: Path, case: Case) -> None:
     played, traced = (TrainedCase(tmp_path, case, plays=plays) for plays in (True, False))
+    assert (played.played, traced.played) == (EACH * STEPS - 2, 0)
+    same(played, traced)
+
+
+def test_micro_batches_whose_samples_are_drawn_in_another_order_are_played(tmp_path: Path) -> None:
+    prompts = ("t1 t2 t3 t4", "t1 t2 t3")  # one of them padded
+    settings: dict[str, Any] = {"num_generations": 2, "shuffle_dataset": False}
+    played, traced = (Trained(tmp_path, plays=plays, prompts=prompts, **settings) for plays in (True, False))
     assert (played.played, traced.played) == (EACH * STEPS - 2, 0)
     same(played, traced)
 

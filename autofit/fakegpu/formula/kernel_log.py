@@ -141,6 +141,10 @@ class KernelLog:
         self._hosts: dict[str, list[float]] = {}
         self._engine: VllmEngine | PagedBatching | None = None
 
+    def restart(self) -> None:
+        """Forget all that was counted."""
+        self._counts, self._hosts = {}, {}
+
     def decode_step(self, number: int) -> None:
         """Start decode step `number` of this rollout."""
         if number == 0:
@@ -165,14 +169,15 @@ class KernelLog:
         return Counted(dict(self._counts), hosts, self._steps, self._step_hosts)
 
     def again(self, begin: Counted, end: Counted) -> None:
-        """Count once more what was counted from `begin` to `end`: a rollout like one before."""
+        """Count once more what was counted from `begin` to `end`: a rollout, or a micro-batch, like one before."""
         for kind, count in end.kinds.items():
             if more := count - begin.kinds.get(kind, 0):
                 self._counts[kind] = self._counts.get(kind, 0) + more
         for phase, counts in end.hosts.items():
             before, now = begin.hosts.get(phase, HostCounts()), self._hosts.setdefault(phase, list(HostCounts()))
             now[:] = [n + c - b for n, c, b in zip(now, counts, before, strict=True)]
-        self._steps, self._step_hosts = end.steps, end.step_hosts
+        if end.steps is not begin.steps:  # a rollout began
+            self._steps, self._step_hosts = end.steps, end.step_hosts
 
     def view(self) -> None:
         if self.on:

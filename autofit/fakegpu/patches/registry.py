@@ -280,7 +280,7 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.cache_utils": libraries.transformers_cache,
     "trl.kernels.chunked_logprob": libraries.trl_triton,
     "trl.kernels.chunked_divergence": libraries.trl_triton,
-    "trl.trainer.utils": libraries.trl_loss_kernels,
+    "trl.trainer.utils": _both(libraries.trl_loss_kernels, same_calls.trl_order),
     "trl.trainer.grpo_trainer": same_calls.trl_scoring,
     "trl.trainer.rloo_trainer": same_calls.trl_scoring,
     "trl.generation.vllm_generation": vllm.trl_vllm,

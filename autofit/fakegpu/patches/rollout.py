@@ -234,7 +234,7 @@ def _sample(
         if filling and gpu.clock.log is not None:
             return original(model, input_ids, *args, **kwargs)  # a forecast is made of steps that are alike
         if gpu.skips_rollouts:
-            return torch.cat([input_ids, input_ids.new_empty((len(input_ids), steps))], dim=1)
+            return torch.cat([input_ids, input_ids.new_full((len(input_ids), steps), _token(model))], dim=1)
         cache, embedded = kwargs.get("past_key_values"), kwargs.get("inputs_embeds") is not None
         if filling is not None and filling > 3 * FIRST_TRY and not (args or embedded) and _can_grow(cache):
             first = RolloutSynthesis(gpu, filling - 2)
@@ -251,6 +251,11 @@ def _sample(
         return played(RolloutSynthesis(gpu, steps, filling or 0), model, input_ids, *args, **kwargs)
 
     return sample
+
+
+def _token(model: Any) -> int:
+    """The token that every sampling gives (`known_values`): never an end-of-sequence token."""
+    return int(text_config(model.config).vocab_size) // 3
 
 
 class _Countdown:
@@ -358,7 +363,7 @@ def transformers_batching(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         tokens = int(max_new_tokens or settings.max_new_tokens)
         with torch.no_grad():
             _play(gpu, model.eval(), [len(row) for row in inputs], tokens, _share(continuous_batching_config))
-        token = int(text_config(model.config).vocab_size) // 3  # never an end-of-sequence token
+        token = _token(model)
         return {
             f"req_{i}": SimpleNamespace(prompt_ids=list(row), generated_tokens=[token] * tokens, error=None)
             for i, row in enumerate(inputs)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import CellType, CodeType, ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -75,6 +76,22 @@ def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str,
             return (original if torch.is_grad_enabled() else once)(*args, **kwargs)
 
         yield trainer, "_get_per_token_logps_and_entropies", scored, "a pass like one before is played"
+
+
+def trl_order(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
+    """Patch of TRL's shuffle of a rollout's samples: in a probe, of which one prompt is the longest, it stays first.
+
+    The order is drawn, so any is as likely; micro-batches of one order are alike.
+    """
+    original = untouched(module.shuffle_sequence_dict)
+
+    def shuffle_sequence_dict(samples: object) -> object:
+        if not gpu.plays_micro_batches:
+            return original(samples)
+        with mock.patch.object(torch, "randperm", torch.arange):
+            return original(samples)
+
+    yield module, "shuffle_sequence_dict", shuffle_sequence_dict, "micro-batches of samples in one order are alike"
 
 
 _LIBRARIES = ("trl.", "transformers.")  # whose trainers are known
