@@ -41,7 +41,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """One output: a new tensor, or (with `viewed`) a view of the first argument."""
+    """One output: a new tensor, or (with `viewed`) a view of the first argument, `offset` elements after its begin."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -99,6 +99,8 @@ class Shortcut:
             return self._lifted(args[0])
         parts: list[object] = [func, torch.get_default_dtype()]
         found: list[int] = []
+        if func is aten.as_strided.default:  # of a place in the storage, whatever the input's is
+            parts.append(cast("FakeTensor", args[0]).storage_offset())
         if not (_describe(args, parts, found) and (not kwargs or _describe_options(kwargs, parts, found))):
             return func(*args, **kwargs)
         if len(found) > 1 and len(set(found)) < len(found):
@@ -153,7 +155,8 @@ class Shortcut:
                 meta = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=_META)
             else:
                 meta = torch.empty((), dtype=output.dtype, device=_META)
-                meta.set_(source, output.offset, output.shape, output.stride)
+                place = output.offset + cast("FakeTensor", args[0]).storage_offset()
+                meta.set_(source, place, output.shape, output.stride)
         return self._fake(meta, output.device)
 
     def _fake(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
@@ -188,7 +191,7 @@ def _describe(value: object, key: list[object], found: list[int]) -> bool:
     if type(value) is FakeTensor:
         if value.constant is not None or value.dtype.is_complex:
             return False
-        key.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
+        key.append((value.shape, value.stride(), value.dtype, value.fake_device))
         found.append(id(value))
         return True
     if isinstance(value, torch.Tensor):
@@ -254,7 +257,8 @@ def _output(
         if storage._cdata in used or value.storage_offset() or storage.nbytes() != _dense_bytes(value):
             return None
         used.add(storage._cdata)
-    return _Spec(tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, device, viewed)
+    offset = int(value.storage_offset()) - (int(cast("FakeTensor", first).storage_offset()) if viewed else 0)
+    return _Spec(tuple(value.shape), value.stride(), offset, value.dtype, device, viewed)
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

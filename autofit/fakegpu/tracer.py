@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._C import DispatchKey
@@ -172,6 +172,10 @@ class Tracer(TorchDispatchMode):
         self._key = self.shortcut.key
         return out
 
+    def _untracked(self, func: OpOverload, *args: object, **kwargs: object) -> Any:
+        """The outputs of an operation that is a part of another one."""
+        return func(*args, **kwargs) if self.shortcut is None else self.shortcut.run(func, args, kwargs)
+
     def _data_dependent(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Run an operation with a data-dependent output size: the true size for known inputs, else the largest."""
         if func is aten.nonzero.default:
@@ -198,25 +202,23 @@ class Tracer(TorchDispatchMode):
             self.memory.scratch(nonzero_before(self.memory.spec, mask.numel()), "nonzero")
         count = self.shadows.count_true(mask)
         count = count if most is None else min(count, most)
-        rows = torch.empty((mask.dim(), count), dtype=torch.long, device=mask.device)
+        shape = [mask.dim(), count]
+        rows = self._untracked(aten.empty.memory_format, shape, dtype=torch.long, device=mask.device)
         self.memory.track(rows, "nonzero")
         if on_card:
             self.memory.scratch(nonzero_beside(mask.numel()), "nonzero")
-        return rows.t()
+        return cast("torch.Tensor", self._untracked(aten.t.default, rows))
 
     def _masked_index(self, source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
         expanded: list[torch.Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                expanded += self._rows(index).unbind(1)
+                expanded += self._untracked(aten.unbind.int, self._rows(index), 1)
             else:
                 expanded.append(index)
-        if self.shortcut is None:
-            out = aten.index.Tensor(source, expanded)
-        else:
-            out = cast("torch.Tensor", self.shortcut.run(aten.index.Tensor, (source, expanded), {}))
+        out = cast("torch.Tensor", self._untracked(aten.index.Tensor, source, expanded))
         self.memory.track(out, "index")  # while the rows are there
-        return cast("torch.Tensor", out)
+        return out
 
     def _masked_scatter_backward(self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The gradient of what was scattered: the rows of the mask, as many as there were, and zeros for the rest."""

@@ -76,6 +76,20 @@ def test_an_argument_given_twice_is_not_read_twice() -> None:
         assert gpu.clock.bytes_moved - before - two == 2 * two // 3
 
 
+def test_rows_of_one_tensor_are_one_kind_of_input() -> None:
+    with fake_gpu("a100-80gb") as gpu:
+        shortcut = gpu.tracer.shortcut
+        assert shortcut is not None
+        shortcut.known = {}
+        rows = torch.empty(8, 32, device="cuda").unbind(0)
+        cut = [(row + 1, row[2:], row.as_strided((2,), (1,)), row.as_strided((2,), (1,), 5)) for row in rows]
+        kinds = Counter(key[0] for key in shortcut.known if isinstance(key, tuple))
+    assert kinds[torch.ops.aten.add.Tensor] == kinds[torch.ops.aten.slice.Tensor] == 1
+    for number, (added, *views) in enumerate(cut):
+        assert added.storage_offset() == 0
+        assert [view.storage_offset() for view in views] == [32 * number + 2, 32 * number, 5]
+
+
 def test_a_linear_layer_after_attention_on_one_token_is_one_product_as_in_torch() -> None:
     """A view's stride of a dimension of one element decides whether `linear` folds its input or makes a batch of it."""
 
