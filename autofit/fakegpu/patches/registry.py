@@ -30,7 +30,6 @@ from autofit.fakegpu.patches import (
     libraries,
     low_bit,
     operators,
-    recurrent,
     rollout,
     same_calls,
     tensors,
@@ -245,7 +244,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(torch, "Generator", libraries.cpu_generator, "a CPU build has no CUDA generator")
     yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
     for owner, name, value, reason in (
-        *tensors.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *tensors.torch_checkpoints(shadows), *operators.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *operators.other_kernels(gpu), *operators.other_ways(gpu.note), *operators.factories(),
         *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu), *libraries.unmarked(),
         *walks.walks(gpu),
