@@ -17,18 +17,19 @@ from autofit.frontends.command import (
     Command,
     accelerate_config,
     arguments,
+    check_certain,
     commands,
     ranks_in,
     told_ranks,
     visible_cards,
 )
 from autofit.frontends.draft import Draft, Foreign, Saying, number, said
-from autofit.frontends.local_data import note_swift
 from autofit.frontends.tools import (
     MS_SWIFT,
     QUANTISED,
     keys_of,
     note_adapters,
+    note_swift,
     take,
     take_evaluation,
     take_quantised,
@@ -641,9 +642,7 @@ def _words(value: object) -> list[object]:
 
 def _check_certain(draft: Draft) -> None:
     known = keys_of(MS_SWIFT.name).without_effect | keys_of("transformers").without_effect
-    unsure = [key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known]
-    if unsure:
-        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    check_certain([key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known])
 
 
 # -- back in its own arguments ----------------------------------------------------------------------------------------
