@@ -31,9 +31,17 @@ from autofit.tuning.frontier import Foreseen, Goal, Trial, cost, measured, winne
 from autofit.tuning.record import Stop, StopKind, StudyRecord, keep_record, record_of, repeats
 from autofit.tuning.repeats import Prober, Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
-from autofit.tuning.sole_writer import SoleWriter
 from autofit.tuning.storage import me
-from autofit.tuning.study import FOR_FRONT, database_errors, note_candidate, open_storage, requeue, tell, to_trial
+from autofit.tuning.study import (
+    FOR_FRONT,
+    SoleWriter,
+    database_errors,
+    note_candidate,
+    open_storage,
+    requeue,
+    tell,
+    to_trial,
+)
 from autofit.units import format_bytes
 
 _SHOW_S = 0.5
