@@ -152,7 +152,7 @@ class Runs:
         return lines[-1] if lines else {}
 
     def _run(self, folder: Path) -> PromotedRun | None:
-        known, state = self._read.get(folder), _state_stamp(folder)
+        known, state = self._read.get(folder), RunFolder(folder).state(lambda: _alive(folder))
         files = (state, stamp(folder / PROGRESS), stamp(folder / EVENTS))
         now = time.monotonic()
         if known is not None and isinstance(known.stamp, tuple):
@@ -194,10 +194,6 @@ def _object(line: str) -> dict[str, object] | None:
     except ValueError:
         return None
     return content if isinstance(content, dict) else None
-
-
-def _state_stamp(folder: Path) -> Hashable:
-    return RunFolder(folder).state(lambda: _alive(folder))
 
 
 def _alive(folder: Path) -> bool:

@@ -54,15 +54,11 @@ def run_module(module: str, arguments: Sequence[str], *, timeout_s: float) -> st
         except subprocess.TimeoutExpired:
             raise DemoError(f"{module} did not finish within {timeout_s:g} s") from None
         finally:
-            _end_group(child)
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
     if child.returncode:
         raise DemoError(f"{module} failed: {_last_line(complaints) or f'exit status {child.returncode}'}")
     return output
-
-
-def _end_group(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _last_line(text: str) -> str:

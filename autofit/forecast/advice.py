@@ -427,7 +427,9 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
         lines.append("what would make it faster, predicted:")
         for change in advice.faster:
             lines.append(f"  {change_line(change, recipe, result.median_step_s)}")
-    lines += [_untried(change, recipe) for change in advice.untried]
+    for change in advice.untried:
+        what = describe_changes(change.changes, recipe.resolved)
+        lines.append(f"could not be tried: {what}: {_without_log(change.failure)}")
     if advice.card is not None:
         lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
     return [*lines, *(f"{words}." for words in ending_words(advice))]
@@ -468,10 +470,6 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     used = format_bytes(change.shown_bytes)
     what = describe_changes(change.changes, recipe.resolved)
     return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
-
-
-def _untried(change: Change, recipe: Recipe) -> str:
-    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_without_log(change.failure)}"
 
 
 def _without_log(reason: str) -> str:

@@ -144,7 +144,8 @@ class TransformersRun:
             compute_one_in_first_step(self.trainer)
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
-        _mask_secrets_when_pickled(type(self.trainer.args))
+        arguments: Any = type(self.trainer.args)  # pickled into each checkpoint (training_args.bin), tokens in clear
+        arguments.__getstate__ = lambda given: masked(vars(given))
         if resume_from is not None:
             self.before_resuming(resume_from)
         self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -226,11 +227,6 @@ def _report_evaluation(trainer: Any, report: Report) -> None:
         return found
 
     trainer._evaluate = evaluate
-
-
-def _mask_secrets_when_pickled(arguments: Any) -> None:
-    """The trainer pickles its arguments into each checkpoint (training_args.bin), with the tokens in clear."""
-    arguments.__getstate__ = lambda self: masked(vars(self))
 
 
 def _report_saves(trainer: Any, reporter: "_Reporter", report: Report) -> None:

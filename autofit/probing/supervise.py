@@ -138,7 +138,8 @@ def keep_ranks(
             left = left or (not late and abandoned())
             if (late or left or time.monotonic() - failed_at > grace_s) and not killed:
                 killed, killed_at = set(handles.values()), time.monotonic()
-                _kill(pids, killed)
+                for rank in killed:
+                    os.kill(pids[rank], signal.SIGKILL)  # not reaped yet, so the pid is the rank's still
     finally:
         for handle in handles:
             os.close(handle)
@@ -155,11 +156,6 @@ def keep_ranks(
         )  # fmt: skip
 
     return RanksEnded(endings=tuple(ending(rank) for rank in range(ranks)), first=first)
-
-
-def _kill(pids: Mapping[int, int], ranks: set[int]) -> None:
-    for rank in ranks:
-        os.kill(pids[rank], signal.SIGKILL)  # not reaped yet, so the pid is the rank's still
 
 
 def keep(

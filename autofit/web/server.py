@@ -75,32 +75,17 @@ def _page() -> File:
     return "text/html; charset=utf-8", text.replace("<!--version-->", escaped(__version__)).encode()
 
 
-@cache
-def _style() -> File:
-    return "text/css; charset=utf-8", (STYLE + _text("page.css")).encode()
-
-
-@cache
-def _script() -> File:
-    return "text/javascript; charset=utf-8", _text("page.js").encode()
-
-
-@cache
-def _icon() -> File:
-    return "image/svg+xml", _text("icon.svg").encode()
-
-
-def _health() -> File:
-    return "text/plain; charset=utf-8", b"ok\n"
-
-
 def _text(name: str) -> str:
     return (resources.files("autofit.web") / "page" / name).read_text(encoding="utf-8")
 
 
 FILES: Mapping[str, Callable[[], File]] = {
-    "/": _page, "/page.css": _style, "/page.js": _script, "/icon.svg": _icon, "/health": _health,
-}  # fmt: skip
+    "/": _page,
+    "/page.css": cache(lambda: ("text/css; charset=utf-8", (STYLE + _text("page.css")).encode())),
+    "/page.js": cache(lambda: ("text/javascript; charset=utf-8", _text("page.js").encode())),
+    "/icon.svg": cache(lambda: ("image/svg+xml", _text("icon.svg").encode())),
+    "/health": lambda: ("text/plain; charset=utf-8", b"ok\n"),
+}
 
 
 class Full(Exception):
