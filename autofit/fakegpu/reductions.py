@@ -96,7 +96,7 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
 
 def _indexed_by_32_bits(dims: list[_Dim], first: int) -> Iterator[tuple[list[_Dim], int]]:
     """The parts of a reduction that each index at most 2**31 bytes, and the first byte of each."""
-    reach = [1 + sum((dim.size - 1) * stride(dim) for dim in dims) for stride in (_into, _out_of)]
+    reach = [1 + sum((dim.size - 1) * stride(dim) for dim in dims) for stride in (_into, lambda dim: dim.out_of)]
     if prod(dim.size for dim in dims) <= _INT32_MAX and max(reach) <= _INT32_MAX:
         yield dims, first
         return
@@ -108,10 +108,6 @@ def _indexed_by_32_bits(dims: list[_Dim], first: int) -> Iterator[tuple[list[_Di
 
 def _into(dim: _Dim) -> int:
     return dim.into
-
-
-def _out_of(dim: _Dim) -> int:
-    return dim.out_of
 
 
 def _of_one_launch(

@@ -433,13 +433,10 @@ class VllmEngine:
         launch_s = (1.0 if self.eager else _COMPILED_LAUNCH) * self.costs.launch_s
         largest = self.graph_sizes[-1] if self.graph_sizes else 0
         whole = (batch.prefilling == 0) & (batch.tokens <= min(largest, self.most_sequences))
-        pieces = np.where(batch.tokens <= largest, 3.0, 11.0 + self._further_launches)  # a layer
+        # adapters: three launches for each of four products; and one for each of two sums over the cards
+        further = 12 * bool(self.lora_rank) + 2 * (self.ranks > 1)
+        pieces = np.where(batch.tokens <= largest, 3.0, 11.0 + further)  # a layer
         return np.asarray(np.where(whole, 0.0, launch_s * pieces * self.decoder.layers))
-
-    @property
-    def _further_launches(self) -> int:
-        """Launches a layer for adapters, three for each of four products, and for two sums over the cards."""
-        return 12 * bool(self.lora_rank) + 2 * (self.ranks > 1)
 
     @cached_property
     def forward(self) -> Forward:

@@ -27,10 +27,6 @@ class _Reduction:
         self.count = self.pending = count  # of gradients, of those that have not come yet
 
 
-def _shaped(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    return part.view(parameter.shape)
-
-
 class BucketReducer:
     """DDP's Reducer. With `gradient_as_bucket_view`, gradients are views of the buckets; else they are copied there.
 
@@ -100,7 +96,7 @@ class BucketReducer:
             self._flat.append(flat)
             self.mark(flat, "gradients")
             largest[flat.dtype] = max(flat, largest.get(flat.dtype, flat), key=torch.numel)
-            views |= {i: _shaped(part, self._parameters[i])
+            views |= {i: part.view(self._parameters[i].shape)
                       for i, part in zip(members, flat.split(counts), strict=True) if i not in views}  # fmt: skip
             if self._followed is None:
                 reduction = _Reduction([flat], len(members))

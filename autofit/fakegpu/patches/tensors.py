@@ -95,7 +95,7 @@ def _converted(
     ):
         return parameter
     result = parameter
-    alike = type(value) in (FakeTensor, type(parameter)) and "meta" not in _types(parameter, value)
+    alike = type(value) in (FakeTensor, type(parameter)) and "meta" not in (parameter.device.type, value.device.type)
     if isinstance(parameter, FakeTensor) and isinstance(value, FakeTensor) and alike:
         _become(parameter, value, shadows)
         if new_grad is not None:
@@ -111,10 +111,6 @@ def _converted(
         result.grad = new_grad.detach()
     memory.mark(result, "weights")
     return result
-
-
-def _types(*tensors: torch.Tensor) -> set[str]:
-    return {tensor.device.type for tensor in tensors}
 
 
 def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
