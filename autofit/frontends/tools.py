@@ -394,7 +394,6 @@ def check_best_model(draft: Draft, evaluated: str) -> None:
 # Their settings, read at LLaMA-Factory 1d6e8b21 (examples/deepspeed) and Axolotl 2341b2c0, 1377ccc3 and 58b1d3a4
 # (deepspeed_configs).
 
-
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 _BOTH = {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST}
 _SIZES = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",

@@ -149,7 +149,6 @@ def _is_own(folder: Path) -> bool:
 # -- the start of CUDA, and whether the cards are free ----------------------------------------------------------------
 # CUDA is asked in a child of the fork server, which has torch imported and starts no CUDA itself.
 
-
 _START_S = 120.0  # the first context of a machine without a persistence daemon takes tens of seconds
 # The oldest driver for each CUDA, by its minor version compatibility (CUDA Toolkit 13.0 release notes, table 2).
 _OLDEST_DRIVER = {13: 580, 12: 525, 11: 450}

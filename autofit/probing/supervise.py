@@ -260,7 +260,6 @@ def lives(note: Mapping[str, object]) -> bool:
 
 # -- forks that do a share --------------------------------------------------------------------------------------------
 
-
 T = TypeVar("T")
 Job = Callable[[], T]
 
@@ -309,7 +308,6 @@ def _fork_answer(pid: int, reads: "Connection[None, list[T]]") -> list[T] | None
 
 # -- a probe of several ranks: one worker a rank, and one answer of theirs --------------------------------------------
 # Each rank writes files of its own beside the request: rank-0.json, rank-0.log and so on. The largest rank decides.
-
 
 PORT_IS_TAKEN = errno.EADDRINUSE  # exit code of a rank that found another process listening on the port
 PORTS = 5  # that are tried: another program may take one between its choice and its use

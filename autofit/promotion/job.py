@@ -212,7 +212,6 @@ def train_to_the_end(request_path: Path, folder: Path, keep: Keep) -> ProcessEnd
 # -- a run that was out of memory goes on -----------------------------------------------------------------------------
 # What was taken is kept in rescues.json, so that a later start of the run goes on with it.
 
-
 _FILE = "rescues.json"
 _MOST_UNCHANGED = 5  # starts with the same settings, each of which got further than the one before
 FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml")

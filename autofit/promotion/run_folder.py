@@ -268,7 +268,6 @@ def _name(number: int) -> str:
 # training saves a checkpoint after the step at work, and ends. A job of Slurm then asks to be started again, unless
 # it was the file.
 
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP = "stop"  # file in the folder of a run
 _LATER = "stop-for-now"  # file in the folder of a run on Slurm

@@ -233,7 +233,6 @@ def _leave(keeper: int) -> None:
 # A process of its own (`python -m autofit.promotion.server REQUEST NAME NUMBER ADDRESS NODE`), so that the
 # server ends with a killed job, and the engines of a killed server with it.
 
-
 _LOOK_S = 1.0  # between two questions whether the server answers
 _ANSWER_S = 2.0
 _END_BYTES = 1 << 16  # of the log, in which its last words are

@@ -346,7 +346,6 @@ def has_commands(path: Path) -> bool:
 
 # -- the modules beside a script --------------------------------------------------------------------------------------
 
-
 _PROJECT = ("pyproject.toml", "setup.py")
 _MOST = 200  # modules that are read
 

@@ -317,7 +317,6 @@ def baseline(trials: Iterable[Trial]) -> Trial | None:
 
 # -- candidates that are predicted to be ahead ------------------------------------------------------------------------
 
-
 Costs = Sequence[tuple[float, float]]  # (seconds of a step, device-used bytes)
 
 

@@ -113,11 +113,14 @@ def forget_events_after(folder: Path, step: int) -> None:
     write_lines(folder / EVENTS, [e.to_json() for e in kept])
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The JSON objects of a file, one a line; a line that is none (torn by a kill) is skipped."""
+def read_lines(path: Path, *, most_bytes: int | None = None) -> list[dict[str, object]]:
+    """The JSON objects of a file, or at its end, one a line; a line that is none (torn by a kill) is skipped."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    with path.open("rb") as file:
+        if most_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        text = file.read().decode("utf-8", errors="replace")
     found = []
     for line in text[: text.rfind("\n") + 1].splitlines():
         try:

@@ -313,7 +313,6 @@ class Forward:
 # one from Python. The cache takes `max_memory_percent` of the memory that torch has not reserved; a new one is made
 # for each generation and freed after it.
 
-
 STEP_TOKENS = 8192  # PagedAttentionMemoryHandler._default_max_batch_tokens
 LAUNCHES = 8  # further launches a layer: writes and reads of the cache, and the repetition of keys and values
 

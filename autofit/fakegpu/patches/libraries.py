@@ -345,7 +345,6 @@ def of_the_hub(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 # Replaced are three things that cannot run on fakes: what it asks the driver, the C++ of its Adam on the host, and
 # the check of gradients for infinity, whose result would be unknown (a step that is skipped is not the worst case).
 
-
 _FINITE = "values are not known, and a step skipped for infinite gradients needs less memory"
 HOST_ADAM_NOTE = (
     "the seconds of DeepSpeed's Adam on the host are not counted: they depend on the processors and memory of the host"
