@@ -158,43 +158,21 @@ def _is_number(value: object) -> bool:
 
 
 def _spec(
-    name: str,
-    full_name: str,
-    *,
-    capacity_mib: int,
-    context_mib: int,
-    gb_per_s: float,
-    tflops: tuple[float, float, float],
-    capability: tuple[int, int],
-    sm_count: int,
-    capacity_source: str = _UNVERIFIED,
-    context_source: str = _CONTEXT_SCALED,
-    rates_source: str = _WHITEPAPER,
-    pcie: int = 4,
-    links: Links = _PCIE_4,
+    name: str, full_name: str, *, capacity_mib: int, context_mib: int, gb_per_s: float,
+    tflops: tuple[float, float, float], capability: tuple[int, int], sm_count: int, capacity_source: str = _UNVERIFIED,
+    context_source: str = _CONTEXT_SCALED, rates_source: str = _WHITEPAPER, pcie: int = 4, links: Links = _PCIE_4,
     network_gbit_per_s: int = 200,
-) -> GpuSpec:
+) -> GpuSpec:  # fmt: skip
     half, tf32, fp32 = tflops
     return GpuSpec(
-        name=name,
-        full_name=full_name,
-        capacity_bytes=capacity_mib * MIB,
-        context_bytes=context_mib * MIB,
-        bandwidth_bytes_per_s=gb_per_s * 1e9,
-        half_flops_per_s=half * 1e12,
-        tf32_flops_per_s=tf32 * 1e12,
-        fp32_flops_per_s=fp32 * 1e12,
-        compute_capability=capability,
-        sm_count=sm_count,
-        host_link_bytes_per_s=_LINK_GB_PER_S[pcie] * 1e9,
-        peer_bytes_per_s=links.bytes_per_s,
-        network_bytes_per_s=network_gbit_per_s / 8 * 1e9,
-        capacity_source=capacity_source,
-        rates_source=rates_source,
-        context_source=context_source,
-        peer_source=links.source,
+        name=name, full_name=full_name, capacity_bytes=capacity_mib * MIB, context_bytes=context_mib * MIB,
+        bandwidth_bytes_per_s=gb_per_s * 1e9, half_flops_per_s=half * 1e12, tf32_flops_per_s=tf32 * 1e12,
+        fp32_flops_per_s=fp32 * 1e12, compute_capability=capability, sm_count=sm_count,
+        host_link_bytes_per_s=_LINK_GB_PER_S[pcie] * 1e9, peer_bytes_per_s=links.bytes_per_s,
+        network_bytes_per_s=network_gbit_per_s / 8 * 1e9, capacity_source=capacity_source, rates_source=rates_source,
+        context_source=context_source, peer_source=links.source,
         network_source=f"one network adapter of {network_gbit_per_s} Gbit/s a card, assumed",
-    )
+    )  # fmt: skip
 
 
 _ALL = (
