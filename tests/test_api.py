@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_source
 from autofit.space.space import Knob
 from autofit.tuning.frontier import Trial
+from autofit.tuning.record import StudyRecord
 
 NAMES = ("check", "estimate", "monitor", "promote", "report", "run", "search", "studies", "verify")
 QUICK: dict[str, Any] = {"target_vram": "2GB", "device": "cpu", "measured_steps": 1, "confirm": False, "mlflow": False}
@@ -234,7 +235,8 @@ def a_result() -> SearchResult:
         return Trial(number=number, tier="neutral", changes=changes, params={}, result=result)
 
     trials = [trial(0, step_s=2.0, changes={}), trial(1, step_s=1.0, changes={"run_name": "<script>&[red]"})]
-    return SearchResult.of(trials, study="s", folder=Path(), original={}, target_bytes=10**8, reasons=("1 < 2 [b]",))
+    found = SearchResult.of(trials, StudyRecord(), study="s", folder=Path(), reasons=("1 < 2 [b]",))
+    return replace(found, target_bytes=10**8)
 
 
 def test_a_result_is_frozen_and_shows_itself_as_text_html_and_figure() -> None:

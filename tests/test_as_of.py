@@ -9,7 +9,7 @@ import pytest
 from recipes import grpo_recipe, trl_facts
 
 from autofit.errors import ConfigError
-from autofit.forecast.advice_text import then_lines
+from autofit.forecast.advice import then_lines
 from autofit.plugin.protocol import UPDATE, Inspection, WorstCase
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.as_of import UPGRADE, bytes_a_logit, read_libraries, then_of, without_proposal

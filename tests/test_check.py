@@ -21,8 +21,7 @@ from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError, told
 from autofit.fakegpu.specs import gpu_spec
-from autofit.forecast.advice import Advice, Ending
-from autofit.forecast.advice_text import advice_lines
+from autofit.forecast.advice import Advice, Ending, advice_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import crash_of, step_of_longest
 from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes

@@ -25,7 +25,7 @@ from autofit.tracking.study_mirror import sync
 from autofit.tuning import confirmation
 from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Rule, Trial, pareto_front, winner
-from autofit.tuning.record import keep_confirmation
+from autofit.tuning.record import StudyRecord, keep_confirmation
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.sentences import confirmation_note, why
 from autofit.tuning.study import load_study, trials_of
@@ -49,7 +49,7 @@ def folder(searched: Path, tmp_path: Path) -> Path:
 
 
 def result_of(trials: list[Trial]) -> SearchResult:
-    return SearchResult.of(trials, study="law", folder=Path(), original={}, target_bytes=None, rule=RULE)
+    return SearchResult.of(trials, StudyRecord(target_bytes=RULE["target_bytes"]), study="law", folder=Path())
 
 
 def search_in(folder: Path) -> Plan:

@@ -24,10 +24,10 @@ from autofit.plugin.protocol import SCORING
 from autofit.probing.fork_server import ForkServer, call
 from autofit.probing.job import classified
 from autofit.probing.memory import CpuMemory, CudaMemory
-from autofit.probing.phases import PhaseRecorder, StepClock
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus, exited_for_oom, is_oom
 from autofit.probing.supervise import ProcessEnding
+from autofit.probing.worker import PhaseRecorder, StepClock
 from autofit.trainers import grpo
 from autofit.trainers.common import random_checkpoint, random_model
 

@@ -18,8 +18,7 @@ from autofit.cluster.executor import LOCAL
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.probing.result import Cause, Fidelity, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.promotion.joining import as_a_trial
-from autofit.promotion.promotion import choose
+from autofit.promotion.promotion import as_a_trial, choose
 from autofit.tuning.frontier import SPEED, Foreseen, common_front
 from autofit.tuning.record import record_of
 from autofit.tuning.search import FRONT_TRIALS, Plan, Search, open_study

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from autofit.fakegpu import fake_gpu
-from autofit.plugin.left_out import compute_one_in_first_step, leave_out_repeated
 from autofit.plugin.protocol import Report
-from autofit.plugin.transformers_run import TransformersRun
+from autofit.plugin.transformers_run import TransformersRun, compute_one_in_first_step, leave_out_repeated
 from autofit.trainers.grpo import RolloutRun
 
 

@@ -18,7 +18,7 @@ from autofit.probing.fork_server import ForkServer, call_ranks, detach
 from autofit.probing.supervise import RanksEnded
 from autofit.promotion.job import train_to_the_end
 from autofit.promotion.ladder import RescueLadder
-from autofit.promotion.run_folder import ask_to_end, ending_of, forget_ending, log_of
+from autofit.promotion.run_folder import ask_to_end, ending_of, forget_signals, log_of
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.watching.events import Kind, RunEvent, events_of, read_progress
@@ -58,7 +58,7 @@ class Runs:
 
     def train(self, folder: Path, entry: str = "run_rank") -> dict[str, object] | None:
         """Its final summary; None where it did not come to its end."""
-        forget_ending(folder)
+        forget_signals(folder)
         for name in ("stop", "failed.json"):
             (folder / name).unlink(missing_ok=True)
 

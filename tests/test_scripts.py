@@ -464,7 +464,7 @@ def test_a_script_of_several_files_trains_without_what_is_missing_and_counts_all
 def test_classes_that_trl_moved_and_keys_of_older_config_files_are_found(tmp_path: Path) -> None:
     import trl
 
-    from autofit.scripts.older import options_understood, understood
+    from autofit.scripts.stand_ins import options_understood, understood
 
     file = tmp_path / "old.yaml"
     file.write_text("torch_dtype: bfloat16\nmax_seq_length: 64\nwarmup_ratio: 0.1\noutput_dir: out\nbf16: false\n")

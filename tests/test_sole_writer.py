@@ -15,8 +15,7 @@ from search_driver import plan
 
 from autofit.tuning.frontier import Trial
 from autofit.tuning.search import Search, open_study
-from autofit.tuning.sole_writer import SoleWriter
-from autofit.tuning.study import load_study
+from autofit.tuning.study import SoleWriter, load_study
 
 T = TypeVar("T")
 

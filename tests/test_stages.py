@@ -16,8 +16,7 @@ import tiny
 
 import autofit
 from autofit import api
-from autofit.api.pipeline import PipelineResult, StageResult
-from autofit.api.pipeline_stages import Knowledge
+from autofit.api.pipeline import Knowledge, PipelineResult, StageResult
 from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.files import write_json
@@ -283,7 +282,7 @@ def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monk
         raise ConfigError(f"the tokenizer must be reachable; connect to it, or give {stated}: a sample")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autofit.api.pipeline_stages.make_plan", unreachable)
+    monkeypatch.setattr("autofit.api.pipeline.make_plan", unreachable)
     stage = {"values": {"model_name_or_path": "m", "dataset_name": "d"}, "trainer": "sft"}
     with pytest.raises(ConfigError, match="or give prompt_tokens: N in the stage: a sample"):
         autofit.run({"stages": {"a": stage}}, plan=True, gpu="rtx4090")

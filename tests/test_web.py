@@ -26,8 +26,7 @@ from autofit.plugin.registry import load
 from autofit.recipe.yaml_file import Source, only_below, parse_yaml
 from autofit.web.allowed import allowed, allowed_launch, write_config, write_training
 from autofit.web.answering import TOLD, batch_words, run
-from autofit.web.files import FILES, examples
-from autofit.web.server import Access, ArrivalQueue, Connections, Full, PageServer
+from autofit.web.server import FILES, Access, ArrivalQueue, Connections, Full, PageServer, examples
 from autofit.web.simulator import ALONE, PUBLIC, Limits, Line, Question, Rate, Simulator
 
 if TYPE_CHECKING:

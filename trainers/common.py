@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest import mock
 
 import numpy as np
@@ -227,7 +227,20 @@ def fitted(tokens: list[int], count: int) -> list[int]:
 # -- the trainer ------------------------------------------------------------------------------------------------------
 
 
-class PreparedRows:
+class AlikeSteps:
+    """A mixin whose subclasses here say that each of their steps computes the same, but those with `alike` false.
+
+    A class that someone derives from one may do otherwise, so it says nothing (fakegpu/patches/same_calls.py).
+    """
+
+    steps_alike: ClassVar[bool]
+
+    def __init_subclass__(cls, *, alike: bool = True, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.steps_alike = alike and cls.__module__.startswith(f"{__package__}.")
+
+
+class PreparedRows(AlikeSteps):
     """A mixin for one of TRL's trainers: it trains on rows that TRL has tokenised already."""
 
     def _prepare_dataset(self, dataset: Dataset, *_: object, **__: object) -> Dataset:

@@ -39,7 +39,6 @@ _SIDES = ("chosen_ids", "rejected_ids")
 class _Prepared(PreparedRows, DPOTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL, and scores the reference on one micro-batch of them."""
 
-    steps_alike = True
     scoring_share = 0.0  # calls of `score_reference` per optimizer step of the real run
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

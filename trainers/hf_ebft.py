@@ -66,7 +66,7 @@ class Strides:
         return (tokens - self.generate_max_len - first) // self.stride + 1
 
 
-class EbftTrainer(MicroBatchMean):
+class EbftTrainer(MicroBatchMean, alike=False):
     """Axolotl's AxolotlStridedEBFTTrainer. With several ranks each card holds one frozen copy, be it a neighbour's."""
 
     def __init__(self, *args: Any, strides: Strides, **more: Any) -> None:

@@ -8,16 +8,16 @@ from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss, pad
 from transformers import Trainer
 from trl.trainer.utils import selective_log_softmax
 
+from .common import AlikeSteps
 from .hf_data import IGNORED, OTHER
 
 Batch = dict[str, torch.Tensor]
 _CHUNK = 512  # tokens at a time in GKD's divergence (ms-swift's gkd_loss.py)
 
 
-class MicroBatchMean(Trainer):  # type: ignore[misc]
+class MicroBatchMean(AlikeSteps, Trainer):  # type: ignore[misc]
     """A trainer whose loss is a mean over each micro-batch."""
 
-    steps_alike = True
     loss_is_scaled_for_ga = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -68,8 +68,6 @@ class DpoTrainer(_Referenced):
     a model of its own, or the policy without its adapter.
     """
 
-    steps_alike = True
-
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -93,8 +91,6 @@ class AsftTrainer(_Referenced):
     not used.
     """
 
-    steps_alike = True
-
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -116,7 +112,7 @@ class AsftTrainer(_Referenced):
         return (loss, outputs) if return_outputs else loss
 
 
-class GkdTrainer(_Referenced):
+class GkdTrainer(_Referenced, alike=False):
     """Distillation from a frozen teacher: a divergence of the logits of all words, as in ms-swift's GKD trainer.
 
     The student goes first and its logits wait for the teacher's (rlhf_trainers/gkd_trainer.py, gkd_loss.py). The
@@ -206,8 +202,6 @@ class KtoTrainer(_Referenced):
     (train/kto/trainer.py) and TRL 1.8 keep copies of the samples' logits, by rating, for their logs.
     """
 
-    steps_alike = True
-
     def __init__(self, *args: Any, keeps_logits: bool, **more: Any) -> None:
         super().__init__(*args, **more)
         self.keeps_logits = keeps_logits
@@ -263,8 +257,6 @@ class PairsTrainer(_Preferences):
     from a copy of their logits, as in TRL's experimental trainers, from which Axolotl's and ms-swift's are derived.
     """
 
-    steps_alike = True
-
     def __init__(self, *args: Any, loss: str, gamma: float, nll_weight: float, **more: Any) -> None:
         super().__init__(*args, **more)
         self.loss, self.gamma, self.nll_weight = loss, gamma, nll_weight
@@ -296,8 +288,6 @@ class PairsTrainer(_Preferences):
 class LabelTrainer(MicroBatchMean):
     """The loss of a sequence classifier: cross-entropy over classes, or the squared error of one score."""
 
-    steps_alike = True
-
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -310,8 +300,6 @@ class LabelTrainer(MicroBatchMean):
 
 class RewardTrainer(MicroBatchMean):
     """A reward model's pairwise loss: of a sequence classifier with one label, or a causal model with a value head."""
-
-    steps_alike = True
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None

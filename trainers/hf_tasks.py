@@ -16,12 +16,13 @@ from transformers import Trainer
 
 from autofit.errors import ConfigError
 
+from .common import AlikeSteps
 from .hf_data import IGNORED
 from .hf_losses import Batch, MicroBatchMean
 from .sequence import SharedSequence
 
 
-class Shares(Trainer):  # type: ignore[misc]
+class Shares(AlikeSteps, Trainer):  # type: ignore[misc]
     """A trainer that may be one of a group of ranks with parts of the same samples."""
 
     @cached_property
@@ -54,8 +55,6 @@ class SharedTrainer(Shares):
     ms-swift makes a loss for each token and gathers them (per_token_loss_func_sp); Axolotl takes the
     model's own loss of a part.
     """
-
-    steps_alike = True
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -120,8 +119,6 @@ class EmbeddingTrainer(Shares, MicroBatchMean):
     Texts of the other ranks are compared too, without a gradient.
     """
 
-    steps_alike = True
-
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -150,8 +147,6 @@ class EmbeddingTrainer(Shares, MicroBatchMean):
 class RerankTrainer(MicroBatchMean):
     """Cross-entropy of one score for each document: of a classifier's head, or the difference of two words' logits."""
 
-    steps_alike = True
-
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -167,7 +162,7 @@ class RerankTrainer(MicroBatchMean):
         return (loss, {"logits": scores}) if return_outputs else loss
 
 
-class DiffusionTrainer(MicroBatchMean):
+class DiffusionTrainer(MicroBatchMean, alike=False):
     """Cross-entropy of words that were masked at random, predicted from all words of a sample, as Axolotl's.
 
     Each sample has a chance of its own that a word is masked, by which its losses are weighed. The logits, by one place

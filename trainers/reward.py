@@ -36,8 +36,6 @@ _SIDES = ("chosen_ids", "rejected_ids")
 class _Prepared(PreparedRows, RewardTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL."""
 
-    steps_alike = True
-
 
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
     """The longest pair; if `max_length` differs from the recipe's, an upper bound of all pairs that TRL keeps."""

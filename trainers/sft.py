@@ -41,8 +41,6 @@ _IGNORED = -100  # label of a token that the loss ignores
 class _Prepared(PreparedRows, SFTTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL."""
 
-    steps_alike = True
-
 
 def _packing(config: TrlConfig) -> list[object] | None:
     """What packs the rows, their limit and the way; None without packing."""

@@ -12,7 +12,7 @@ from autofit.api.arguments import named_as_arguments, seconds_or_none
 from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, Predicted, estimator, with_advice
 from autofit.api.events import Event, OnAdvice, OnEvent, silent
 from autofit.api.reading import Given
-from autofit.forecast.advice_text import ending_words, float32_words, then_lines
+from autofit.forecast.advice import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import Crash, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words

@@ -24,8 +24,7 @@ from autofit.api.reading import (
 from autofit.api.tables import Shown
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
 from autofit.files import Scratch
-from autofit.forecast.advice import Advice, Ending
-from autofit.forecast.advice_text import advice_lines, float32_words, then_lines
+from autofit.forecast.advice import Advice, Ending, advice_lines, float32_words, then_lines
 from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight

@@ -9,7 +9,7 @@ from rich.table import Table
 from autofit.api.arguments import named_as_arguments
 from autofit.api.tables import Shown
 from autofit.frontends.draft import Explanation
-from autofit.plugin.explaining import explained
+from autofit.plugin.registry import explained
 
 
 @dataclass(frozen=True, slots=True, repr=False)

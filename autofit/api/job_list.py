@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -48,11 +48,9 @@ class Job:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values only."""
-        return {
-            "id": self.id, "kind": self.kind, "where": self.where, "study": self.study, "what": self.what,
-            "state": self.state, "node": self.node, "reason": self.reason, "since_s": self.since_s,
-            "folder": str(self.folder),
-        }  # fmt: skip
+        told = asdict(self) | {"folder": str(self.folder)}
+        del told["logs"]
+        return told
 
     def cancel(self) -> str:
         """Cancel it; a sentence that says what becomes of it.

@@ -33,12 +33,6 @@ class Relaxed:
     device_used_bytes: float
     step_s: float
 
-    def words(self, original: Mapping[str, object], names: Mapping[str, str]) -> str:
-        """Its changes, bytes and seconds, as part of a sentence."""
-        change = describe_changes(self.changes, original, names)
-        used, seconds = format_bytes(round(self.device_used_bytes)), format_seconds(self.step_s)
-        return f"{change}: {used}, {seconds} a step, predicted"
-
 
 def where_a_lower_tier_is_faster(
     planned: Planned, asked: Request, trials: Sequence[Trial], best: Trial, predictions: Predictions
@@ -52,9 +46,12 @@ def where_a_lower_tier_is_faster(
     own = dict(zip(predictions.candidates, predictions.step_s, strict=True)).get(_candidate(plan.space, best))
     if found is None or own is None or not found.step_s * _WORTH_SAYING < own:
         return ""
-    words = found.words(plan.recipe.resolved, own_names(plan.recipe.foreign))
-    words += f" ({own / found.step_s:.1f}x the winner's speed)"
-    return f"the {found.tier} tier has a faster one: {words}; {command(asked, goal='speed-at-any-tier')}"
+    change = describe_changes(found.changes, plan.recipe.resolved, own_names(plan.recipe.foreign))
+    used, seconds = format_bytes(round(found.device_used_bytes)), format_seconds(found.step_s)
+    return (
+        f"the {found.tier} tier has a faster one: {change}: {used}, {seconds} a step, predicted "
+        f"({own / found.step_s:.1f}x the winner's speed); {command(asked, goal='speed-at-any-tier')}"
+    )
 
 
 def _fastest(

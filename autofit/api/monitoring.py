@@ -259,8 +259,7 @@ def _pids(use: ProcessUse | None) -> frozenset[int]:
 
 def _on_cards(pids: frozenset[int], cards: Iterable[CardUse]) -> int | None:
     """Bytes that these processes hold on all cards; None where no driver tells of them."""
-    found = [used for card in cards for pid, used in card.processes or () if pid in pids and used is not None]
-    return sum(found) if found else None
+    return _total(used for card in cards for pid, used in card.processes or () if pid in pids)
 
 
 def _card(use: CardUse, owners: dict[int, str], ours: Sequence[tuple[frozenset[int], Run]], cards: int) -> Card:

@@ -1,7 +1,5 @@
 """The promoted runs of a study: promised against actual, verdict and events; each read when its files have changed."""
 
-import json
-import os
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ from autofit.folding import Folding
 from autofit.probing.launch import is_listed
 from autofit.promotion.run_folder import RunFolder, State
 from autofit.watching.contract import Row, contract_of, verdict_of
-from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of, read_progress
+from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of, read_lines, read_progress
 from autofit.watching.progress import RunProgress, progress_of
 
 _SHOWN = 12  # the last events in a report as text; JSON has all
@@ -152,7 +150,7 @@ class Runs:
         return lines[-1] if lines else {}
 
     def _run(self, folder: Path) -> PromotedRun | None:
-        known, state = self._read.get(folder), _state_stamp(folder)
+        known, state = self._read.get(folder), RunFolder(folder).state(lambda: _alive(folder))
         files = (state, stamp(folder / PROGRESS), stamp(folder / EVENTS))
         now = time.monotonic()
         if known is not None and isinstance(known.stamp, tuple):
@@ -178,26 +176,9 @@ def _readable(folder: Path) -> PromotedRun | None:
 def _last_lines(path: Path) -> list[dict[str, object]]:
     """The logged steps at the end of a file; a line that is cut off is left out."""
     try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            text = file.read().decode("utf-8", errors="replace")
+        return read_lines(path, most_bytes=_TAIL_BYTES)
     except OSError:
         return []
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    return [line for line in map(_object, lines[1:] if start else lines) if line is not None]
-
-
-def _object(line: str) -> dict[str, object] | None:
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _state_stamp(folder: Path) -> Hashable:
-    return RunFolder(folder).state(lambda: _alive(folder))
 
 
 def _alive(folder: Path) -> bool:

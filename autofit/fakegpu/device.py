@@ -173,7 +173,8 @@ def _note_kernels_of_others(gpu: FakeGpu, shortcut: Shortcut) -> None:
 @contextlib.contextmanager
 def _torch_state_kept() -> Iterator[None]:
     """Restore random state, autograd threading and environment afterwards; inside, backward runs in this thread."""
-    _start_autograd_engine()
+    with torch.enable_grad():  # autograd's engine counts devices at its start: before the simulated one is visible
+        torch.ones(1, requires_grad=True).sum().backward()
     random_state = torch.get_rng_state()
     multithreading = torch._C._is_multithreading_enabled()
     loading = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
@@ -188,12 +189,6 @@ def _torch_state_kept() -> Iterator[None]:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = loading
         torch.autograd.set_multithreading_enabled(multithreading)
         torch.set_rng_state(random_state)
-
-
-def _start_autograd_engine() -> None:
-    """Start autograd's engine, which counts devices once per process, before the simulated device is visible."""
-    with torch.enable_grad():
-        torch.ones(1, requires_grad=True).sum().backward()
 
 
 def _register_hooks(gpu: FakeGpu, undo: Undo) -> None:

@@ -113,10 +113,6 @@ def _gemm_4bit(args: Sequence[object]) -> int:
     return _product(args[0], cast("Sequence[int]", args[2])[0])
 
 
-def _int8_matmul(args: Sequence[object]) -> int:
-    return _product(args[0], cast("torch.Tensor", args[1]).shape[0])
-
-
 def _grouped_mm(args: Sequence[object]) -> int:
     """Experts' products: rows of all groups times the other matrix of each, or (both 2-D) sums over each group."""
     a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
@@ -135,10 +131,6 @@ def _attention(args: Sequence[object]) -> int:
 
 def _attention_backward(args: Sequence[object]) -> int:
     return 5 * _scores(args[1], args[2], args[6], args[7], args[9])
-
-
-def _flex(args: Sequence[object]) -> int:
-    return 2 * _of_heads(args[0], args[1])
 
 
 def _flex_backward(args: Sequence[object]) -> int:
@@ -315,11 +307,13 @@ KERNELS: dict[str, Kernel] = {
     "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
     "aten::_flash_attention_forward": Kernel(flops=_attention),
     "aten::_flash_attention_backward": Kernel(flops=_attention_backward),
-    "flex::flex_attention": Kernel(flops=_flex),  # patches/attention.py
+    "flex::flex_attention": Kernel(flops=lambda args: 2 * _of_heads(args[0], args[1])),  # patches/attention.py
     "flex::flex_attention_backward": Kernel(flops=_flex_backward),
     "bitsandbytes::gemm_4bit": Kernel(flops=_gemm_4bit),  # the fused kernel, which reads the packed weight
     "bitsandbytes::gemv_4bit": Kernel(flops=_gemm_4bit),
     # Tensor cores multiply int8 at twice the rate of 16-bit floats on each card since Turing (NVIDIA's data sheets: T4
     # 130 of 65 TFLOP/s, A100 624 of 312, L40S 733 of 366, H100 1,979 of 989).
-    "bitsandbytes::int8_linear_matmul": Kernel(flops=_int8_matmul, int8=True),
+    "bitsandbytes::int8_linear_matmul": Kernel(
+        flops=lambda args: _product(args[0], cast("torch.Tensor", args[1]).shape[0]), int8=True
+    ),
 }

@@ -26,7 +26,8 @@ class _Liger(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, count: Any) -> torch.Tensor:
         tokens, width = hidden.shape
         words = weight.shape[0]
-        step = _next_power_of_2(-(-tokens // -(-words // width)))
+        step = -(-tokens // -(-words // width))
+        step = 1 << max(0, step - 1).bit_length()  # the next power of 2
         grad = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
         losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
@@ -154,7 +155,3 @@ def _log_sum(logits: torch.Tensor) -> torch.Tensor:
 def _places(labels: torch.Tensor, begin: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Which labels are among the `words` from `begin` on (tokens,), and where there (tokens, 1)."""
     return (labels >= begin) & (labels < begin + words), (labels - begin).clamp(0, words - 1)[:, None]
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()

@@ -96,7 +96,7 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
 
 def _indexed_by_32_bits(dims: list[_Dim], first: int) -> Iterator[tuple[list[_Dim], int]]:
     """The parts of a reduction that each index at most 2**31 bytes, and the first byte of each."""
-    reach = [1 + sum((dim.size - 1) * stride(dim) for dim in dims) for stride in (_into, _out_of)]
+    reach = [1 + sum((dim.size - 1) * stride(dim) for dim in dims) for stride in (_into, lambda dim: dim.out_of)]
     if prod(dim.size for dim in dims) <= _INT32_MAX and max(reach) <= _INT32_MAX:
         yield dims, first
         return
@@ -108,10 +108,6 @@ def _indexed_by_32_bits(dims: list[_Dim], first: int) -> Iterator[tuple[list[_Di
 
 def _into(dim: _Dim) -> int:
     return dim.into
-
-
-def _out_of(dim: _Dim) -> int:
-    return dim.out_of
 
 
 def _of_one_launch(
@@ -181,7 +177,9 @@ def sort_pairs_bytes(count: int, *, key_bytes: int, key_bits: int | None = None)
         return 1
     passes = -(-(key_bits or 8 * key_bytes) // _DIGIT_BITS)
     copies = [count * key_bytes, count * 8] if passes > 1 else []
-    return _onesweep_bytes(count, passes, _SORT_TILES[key_bytes], copies)
+    tiles = -(-count // _SORT_TILES[key_bytes])
+    # histograms of all passes, the tiles' looks back, what is sorted, and a counter
+    return _whole([8 * _DIGITS * passes, 4 * _DIGITS * tiles, *copies, 1])
 
 
 def sort_segments_bytes(count: int, *, key_bytes: int) -> int:
@@ -205,12 +203,6 @@ def select_bytes(count: int) -> int:
 def reduce_bytes(count: int, *, processors: int) -> int:
     """Of the sum of `count` elements: a number of 4 bytes for each block that may run."""
     return 1 if count <= _REDUCE_SINGLE_TILE else _whole([4 * _REDUCE_BLOCKS * processors])
-
-
-def _onesweep_bytes(count: int, passes: int, tile: int, copies: list[int]) -> int:
-    """Histograms of all passes, the tiles' looks back and a counter, beside `copies` of what is sorted."""
-    tiles = -(-count // tile)
-    return _whole([8 * _DIGITS * passes, 4 * _DIGITS * tiles, *copies, 1])
 
 
 def _whole(parts: list[int]) -> int:

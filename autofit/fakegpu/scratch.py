@@ -324,14 +324,6 @@ def _moments(dtype: torch.dtype) -> int:
     return 16 if dtype.itemsize <= 4 else 32
 
 
-def _both_ends(dtype: torch.dtype) -> int:
-    return 2 * dtype.itemsize
-
-
-def _one_byte(dtype: torch.dtype) -> int:
-    return 1
-
-
 def _of_all_in_order(partial_bytes: Callable[[torch.dtype], int]) -> Rule:
     """max, min and argmax of all elements: a tensor with gaps is first made contiguous (ReduceAllOps.cpp)."""
 
@@ -407,10 +399,6 @@ def _group_norm_backward(
 def _batch_norm_backward(spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, *_: object, **__: object) -> Held:
     """batch_norm_backward_cuda in Normalization.cu: two sums for each channel."""
     return (4 * input.shape[1],) * 2
-
-
-def _nll_loss_backward(spec: GpuSpec, grad: torch.Tensor, *_: object, **__: object) -> Held:
-    return _copy_with_gaps(grad)
 
 
 # ---------------------------------------------------------------------- order
@@ -647,9 +635,9 @@ _SUMS = ("default", "dim_IntList", "dim", "dim_int", "out")
 SCRATCH: dict[str, Scratch] = {
     **_named("sum mean nansum prod", Scratch(_reduction(_accumulated, casts=True), _SUMS)),
     **_named("amax amin", Scratch(_reduction(_itself))),
-    **_named("any all", Scratch(_reduction(_one_byte), ("default", "dim", "dims"))),
+    **_named("any all", Scratch(_reduction(lambda dtype: 1), ("default", "dim", "dims"))),
     **_named("var std var_mean std_mean", Scratch(_reduction(_moments), ("correction",))),
-    "aten::aminmax": Scratch(_reduction(_both_ends)),
+    "aten::aminmax": Scratch(_reduction(lambda dtype: 2 * dtype.itemsize)),
     "aten::linalg_vector_norm": Scratch(_reduction(_accumulated, dim_at=1)),
     "aten::norm": Scratch(_reduction(_accumulated, dim_at=1), ("Scalar", "ScalarOpt_dim")),
     **_named("max min", Scratch(_largest, ("default", "dim"))),
@@ -660,7 +648,7 @@ SCRATCH: dict[str, Scratch] = {
     "aten::native_group_norm": Scratch(_group_norm),
     "aten::native_group_norm_backward": Scratch(_group_norm_backward),
     "aten::native_batch_norm_backward": Scratch(_batch_norm_backward),
-    "aten::nll_loss_backward": Scratch(_nll_loss_backward),
+    "aten::nll_loss_backward": Scratch(lambda spec, grad, *_, **__: _copy_with_gaps(grad)),
     "aten::bincount": Scratch(_bincount),
     "aten::roll": Scratch(_copied),
     "aten::normal": Scratch(_another, ("Tensor_float",)),

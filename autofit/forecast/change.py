@@ -208,7 +208,6 @@ def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
 # An idea is one setting, with what it needs of others to fit: vLLM a share of the card that holds the weights, a step
 # without checkpoints a smaller micro-batch.
 
-
 LEAST_GAIN = 0.01  # share of the step's seconds
 _TRIES = 2  # of an idea: as it is, and so that it fits
 _BESIDE_WEIGHTS = 1.15  # times the weights: what vLLM's profiling and graphs take lies beside them

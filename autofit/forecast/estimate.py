@@ -16,8 +16,7 @@ from autofit.fakegpu.ranks import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import write_json
 from autofit.folding import Folding
-from autofit.forecast.advice import WANTED, Advice, Ending, cheapest_changes, within
-from autofit.forecast.advice_text import advice_json
+from autofit.forecast.advice import WANTED, Advice, Ending, advice_json, cheapest_changes, within
 from autofit.forecast.change import Tell, Trier, faster_changes, other_card
 from autofit.forecast.levers import Levers
 from autofit.forecast.margin import is_tight, most_used_bytes, shown_bytes, used_words

@@ -192,7 +192,6 @@ def number(value: Value) -> int:
 # rest, so its new peak is at least that: a set of changes whose bound exceeds the card is not worth a probe. The
 # bounds only choose what to probe; no bound is told to anyone.
 
-
 MADE = ("activations", "temporaries", "logits", "KV cache")  # categories that a batch makes
 _TRAINED = ("gradients", "optimizer")
 _ROLLOUT_PHASES = ("rollout", "scoring", "wake-up", "sync")

@@ -13,13 +13,13 @@ from pathlib import Path
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.frontends import axolotl_rules, sharing
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said, truth
-from autofit.frontends.local_data import note_axolotl
 from autofit.frontends.tools import (
     AXOLOTL,
     asks_for_evaluation,
     deepspeed,
     keys_of,
     note_adapters,
+    note_axolotl,
     take_evaluation,
     take_optimizer,
     take_quantised,
@@ -498,7 +498,8 @@ def _plugins(draft: Draft) -> None:
         if name == "CutCrossEntropyPlugin" and draft.is_on("cut_cross_entropy", True):
             if draft.values["dtype"] == "float32":
                 draft.wrong("cut_cross_entropy needs bf16 or fp16, as Axolotl says")
-            _cut_cross_entropy(draft)
+            if draft.values.get("objective") == "sft":  # it changes no loss over two answers
+                draft.put("cut_cross_entropy", True, "plugins")
     _liger(draft)
 
 
@@ -512,12 +513,6 @@ def _liger(draft: Draft) -> None:
         draft.note(f"liger_fused_linear_cross_entropy does nothing here: Axolotl reads it with plugins: [{_LIGER}]")
     if draft.raw("plugins"):
         draft.fixed.add("use_liger_kernel")  # a change would have to be written into a list of the file's own
-
-
-def _cut_cross_entropy(draft: Draft) -> None:
-    """A loss that never holds the logits, of samples; it changes none over two answers."""
-    if draft.values.get("objective") == "sft":
-        draft.put("cut_cross_entropy", True, "plugins")
 
 
 def _preferences(draft: Draft, trainer: str) -> None:

@@ -7,7 +7,7 @@ the environment or on another command is not certain: it holds UNSURE.
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -173,6 +173,12 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         if word.startswith("--") and len(word) > 2:
             name, mark, value = word[2:].partition("=")
             yield name.replace("-", "_"), value if mark else "" if following.startswith("-") else following
+
+
+def check_certain(unsure: Collection[str]) -> None:
+    """Raise ConfigError where values of a script hang on what is not known."""
+    if unsure:
+        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
 
 
 def certain(what: str, value: object) -> str:

@@ -15,6 +15,7 @@ from autofit.frontends.command import (
     Command,
     accelerate_config,
     arguments,
+    check_certain,
     commands,
     started_ranks,
     told_ranks,
@@ -45,9 +46,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     if _OTHER_TASK.search(Path(program).name):
         raise ConfigError(f"{program}: only the training of a language model on text is read, by its arguments")
     given = arguments(command.words[place + 1 :], folder, tool=TOOL)
-    unsure = [key for key, value in given.items() if UNSURE in str(value) and _counts(key)]
-    if unsure:
-        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    check_certain([key for key, value in given.items() if UNSURE in str(value) and _counts(key)])
     before = command.words[:place]
     shared = accelerate_config(before, folder)
     if not {"deepspeed", "fsdp"} & given.keys():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, Saying, number, said
-from autofit.frontends.local_data import note_llama_factory
 from autofit.frontends.tools import (
     LLAMA_FACTORY,
     asks_for_evaluation,
@@ -17,6 +16,7 @@ from autofit.frontends.tools import (
     keys_of,
     launch_of,
     note_adapters,
+    note_llama_factory,
     take,
     take_evaluation,
     take_quantised,
@@ -424,6 +424,7 @@ def _preferences(draft: Draft, stage: str) -> None:
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
+    names = {ours: theirs for theirs, ours in _ATTENTION.items()}
     own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
                          "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
@@ -432,7 +433,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
         "gradient_checkpointing_kwargs": _said_kwargs,
-        "attn_implementation": _said_attention,
+        "attn_implementation": lambda value: {"flash_attn": names[str(value)]} if value in names else None,
         "use_liger_kernel": lambda value: {"enable_liger_kernel": bool(value)},
         "load_in_4bit": lambda value: {"quantization_bit": 4 if value else None},
         "load_in_8bit": lambda value: {"quantization_bit": 8 if value else None},
@@ -455,11 +456,6 @@ def _said_dtype(foreign: Foreign, value: object) -> Mapping[str, object] | None:
 def _said_kwargs(value: object) -> Mapping[str, object] | None:
     plain = isinstance(value, Mapping) and set(value) == {"use_reentrant"}
     return {"use_reentrant_gc": value["use_reentrant"]} if isinstance(value, Mapping) and plain else None
-
-
-def _said_attention(value: object) -> Mapping[str, object] | None:
-    names = {ours: theirs for theirs, ours in _ATTENTION.items()}
-    return {"flash_attn": names[str(value)]} if value in names else None
 
 
 def _said_target(value: object) -> Mapping[str, object] | None:

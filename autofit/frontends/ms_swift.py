@@ -11,24 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.frontends import sharing, swift_rules, swift_tasks
+from autofit.frontends import sharing, swift_rules
 from autofit.frontends.command import (
     UNSURE,
     Command,
     accelerate_config,
     arguments,
+    check_certain,
     commands,
     ranks_in,
     told_ranks,
     visible_cards,
 )
 from autofit.frontends.draft import Draft, Foreign, Saying, number, said
-from autofit.frontends.local_data import note_swift
 from autofit.frontends.tools import (
     MS_SWIFT,
     QUANTISED,
     keys_of,
     note_adapters,
+    note_swift,
     take,
     take_evaluation,
     take_quantised,
@@ -42,7 +43,7 @@ _TRAINS = ("sft", "pt", "rlhf")
 _LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward",
          "gkd": "gkd", "seq_cls": "classify", "embedding": "embed", "reranker": "rerank",
          "generative_reranker": "rerank"}  # fmt: skip
-_NAMED_BY = dict.fromkeys(swift_tasks.TASKS, "task_type")  # the argument that names an objective which is no rlhf_type
+_NAMED_BY = dict.fromkeys(swift_rules.TASKS, "task_type")  # the argument that names an objective which is no rlhf_type
 _SAMPLES = 16  # of an optimizer step over all ranks, where the accumulation is not set
 _USUAL_TOKENS = 2048  # of the sample that stands for data without a limit
 _ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa",
@@ -209,15 +210,15 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
         draft.put("num_labels", draft.whole("num_labels"))
     launch = _launch(draft, folder)
     _batch(draft, kind, ranks)
-    swift_tasks.shared_sequence(draft, kind, ranks, environment)
+    swift_rules.shared_sequence(draft, kind, ranks, environment)
     _dtype(draft)
     _tuner(draft)
     if kind == "gkd":
-        swift_tasks.teacher(draft, _ZERO, folder, launch)
+        swift_rules.teacher(draft, _ZERO, folder, launch)
     else:
-        swift_tasks.ignore_teacher(draft, kind)
+        swift_rules.ignore_teacher(draft, kind)
     if kind in _NAMED_BY and kind != "seq_cls":
-        swift_tasks.task(draft, kind, environment)
+        swift_rules.task(draft, kind, environment)
     length = _length(draft, kind)
     # GRPO with vLLM is a rank of one where nothing started several (rlhf_args.py, _init_grpo)
     started = (
@@ -249,9 +250,9 @@ def _kind(draft: Draft) -> str:
     if draft.given.get("model") is None:
         draft.wrong("--model is missing")
     draft.refuse(keys_of(MS_SWIFT.name).refused)
-    task = draft.text("task_type", choices=("causal_lm", *swift_tasks.TASKS, "prm"))
+    task = draft.text("task_type", choices=("causal_lm", *swift_rules.TASKS, "prm"))
     if task == "prm":
-        raise ConfigError(f"task_type prm is not simulated; causal_lm, {', '.join(swift_tasks.TASKS)} are")
+        raise ConfigError(f"task_type prm is not simulated; causal_lm, {', '.join(swift_rules.TASKS)} are")
     if draft.whole("lisa_activated_layers", least=0) and draft.given.get("tuner_type") != "full":  # callbacks/lisa.py
         raise ConfigError("lisa_activated_layers needs tuner_type full, as ms-swift says")
     if draft.is_on("use_galore") and not str(draft.given.get("optim", "adamw")).startswith(("adamw", "paged_adamw")):
@@ -516,7 +517,7 @@ def _length(draft: Draft, kind: str) -> int:
             "the data; --prompt-tokens N says others"
         )
     if kind == "gkd":
-        length = swift_tasks.lengthened(draft, length)
+        length = swift_rules.lengthened(draft, length)
     draft.put("max_length", length)
     if packing:
         draft.put("packing", True)
@@ -565,7 +566,7 @@ def _others(draft: Draft, kind: str) -> None:
         draft.note("ms-swift makes logits from the first token of an answer on, and here of all: an upper bound")
     loss = draft.raw("loss_type")
     beta = draft.number("beta")
-    if kind in ("gkd", *swift_tasks.TASKS):
+    if kind in ("gkd", *swift_rules.TASKS):
         pass
     elif kind == "dpo":
         if loss not in (None, "sigmoid", "hinge", "ipo", ["sigmoid"]):
@@ -576,7 +577,7 @@ def _others(draft: Draft, kind: str) -> None:
     if kind == "grpo":
         _grpo(draft, loss, beta)
     elif kind in ("sft", "pt") and loss not in (None, "cross_entropy"):
-        if not draft.says("external_plugins") and loss not in swift_tasks.LOSSES:  # swift/loss/mapping.py
+        if not draft.says("external_plugins") and loss not in swift_rules.LOSSES:  # swift/loss/mapping.py
             raise ConfigError(f"loss_type {loss} ends with an error in ms-swift, which has no such loss; omit it")
         raise ConfigError(f"loss_type {loss} is not simulated; cross_entropy is")
     draft.name(keys_of(MS_SWIFT.name).noted)
@@ -641,9 +642,7 @@ def _words(value: object) -> list[object]:
 
 def _check_certain(draft: Draft) -> None:
     known = keys_of(MS_SWIFT.name).without_effect | keys_of("transformers").without_effect
-    unsure = [key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known]
-    if unsure:
-        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    check_certain([key for key, value in draft.given.items() if UNSURE in _words(value) and key not in known])
 
 
 # -- back in its own arguments ----------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ Read at LLaMA-Factory ff6d4d12, Axolotl 067b021c and ms-swift 3602360a. No torch
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from autofit.errors import ConfigError, nearest
+from autofit.errors import ConfigError, nearest, quoted
 from autofit.files import TornFile, read_json
 from autofit.frontends.command import UNSURE
 from autofit.frontends.draft import Draft, Explanation, Line
@@ -278,13 +279,32 @@ def take_evaluation(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: i
     draft.put(_SAMPLES, samples, key)
 
 
+# -- files on disk that a tool's file names: those that are not here are noted ---------------------------------------
+
+_FORMATS = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt")
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text")  # `path` of datasets whose files are named beside it
+_INFO = "dataset_info.json"
+_LONGEST = 300  # characters of a path that are shown
+_NOT_HERE = ("ONLINE", "REMOTE:")  # dataset_dir of LLaMA-Factory (data/parser.py)
+_OF_SWIFT = re.compile(r"(?:(?:HF|MS|hf|ms)::)?(?P<path>[^:#]*)")  # [source::]path[:subsets][#samples]
+
+
+def _places(name: str, folder: Path, inner: str = "") -> list[Path]:
+    """Where what a file in `folder` names may be, and `inner` in it: here or beside it; [] if that may not be read."""
+    places = [Path(name) / inner, folder / name / inner]
+    return places if all(map(may_read, places)) else []
+
+
+def _names(given: object) -> Iterator[str]:
+    """The names that are certain, in a list or in a text with commas."""
+    listed = given if isinstance(given, list) else str(given or "").split(",")
+    yield from (name for each in listed if (name := str(each).strip()) and UNSURE not in name)
+
+
 def note_adapters(draft: Draft, key: str, rank: str, folder: Path) -> None:
     """Note adapters to train on that are in no folder here, or of another rank than the one that is simulated."""
-    given = draft.given.get(key)
-    listed = given if isinstance(given, list) else str(given or "").split(",")
-    for name in (str(each).strip() for each in listed if each != UNSURE and str(each).strip()):
-        places = [path / "adapter_config.json" for path in (Path(name), folder / name)]
-        if not all(map(may_read, places)):
+    for name in _names(draft.given.get(key)):
+        if not (places := _places(name, folder, "adapter_config.json")):
             continue
         found = next((path for path in places if path.parent.is_dir()), None)
         if found is None and _ON_HUB.fullmatch(name):
@@ -293,16 +313,71 @@ def note_adapters(draft: Draft, key: str, rank: str, folder: Path) -> None:
             draft.note(f"{key}: there is no folder {name} here, without which {draft.tool} does not start")
         elif not found.is_file():
             draft.note(f"{key}: {name} has no adapter_config.json, without which {draft.tool} does not start")
-        elif (own := _rank_in(found)) is not None and own != draft.values.get("lora_r"):
+        elif isinstance(own := (_content(found) or {}).get("r"), int) and own != draft.values.get("lora_r"):
             draft.note(f"{key}: the adapter in {name} has rank {own}; set {rank} to it, which is what is simulated")
 
 
-def _rank_in(path: Path) -> int | None:
+def _content(path: Path) -> dict[str, object] | None:
+    """The JSON object in `path`; None where it cannot be read."""
     try:
-        found = (read_json(path) or {}).get("r")
+        return read_json(path)
     except (TornFile, OSError):
         return None
-    return found if isinstance(found, int) else None
+
+
+def note_axolotl(draft: Draft, folder: Path) -> None:
+    """Note the files of `datasets` and `test_datasets` of Axolotl that are not here."""
+    for key in ("datasets", "test_datasets"):
+        given = draft.given.get(key)
+        for entry in given if isinstance(given, list) else ():
+            if isinstance(entry, Mapping):
+                path, files = entry.get("path"), entry.get("data_files")
+                listed = files if isinstance(files, list) else [files]
+                _note_gone(draft, key, listed if path in _BUILDERS else [path], folder)
+
+
+def note_swift(draft: Draft, folder: Path) -> None:
+    """Note the files of `--dataset` and `--val_dataset` of ms-swift that are not here."""
+    for key in ("dataset", "val_dataset"):
+        given = draft.given.get(key)
+        names = [str(name) for name in (given if isinstance(given, list) else str(given or "").split())]
+        paths = [found["path"] for name in names if UNSURE not in name and (found := _OF_SWIFT.match(name))]
+        _note_gone(draft, key, paths, folder)
+
+
+def note_llama_factory(draft: Draft, folder: Path) -> None:
+    """Note datasets of LLaMA-Factory that dataset_info.json does not have, or whose files are not beside it."""
+    stated = draft.given.get("dataset_dir")
+    name = "data" if stated is None else stated
+    if not isinstance(name, str) or name == UNSURE or name.startswith(_NOT_HERE):
+        return
+    if not (places := _places(name, folder, _INFO)):
+        return
+    found = next(filter(os.path.isfile, places), None)
+    if found is None:
+        if stated is not None:
+            draft.note(f"dataset_dir: {quoted(name)} has no {_INFO} here, without which {draft.tool} does not start")
+        return
+    if (known := _content(found)) is None:
+        draft.note(f"dataset_dir: {_INFO} in {quoted(name)} cannot be read")
+        return
+    for key in ("dataset", "eval_dataset"):
+        for each in _names(draft.given.get(key)):
+            if each not in known:
+                within = f"{_INFO} in {quoted(name, _LONGEST)}"
+                draft.note(f"{key}: {within} has no {quoted(each)}, without which {draft.tool} does not start")
+            elif isinstance(entry := known[each], Mapping) and isinstance(file := entry.get("file_name"), str):
+                _note_gone(draft, key, [os.path.join(".", name, file)], folder)
+
+
+def _note_gone(draft: Draft, key: str, names: Sequence[object], folder: Path) -> None:
+    for name in names:
+        if not isinstance(name, str) or UNSURE in name or "*" in name or "://" in name:
+            continue
+        is_path = name.startswith(("/", "./", "../", "~/")) or name.endswith(_FORMATS)  # and nothing else
+        places = _places(os.path.expanduser(name), folder) if is_path else []
+        if places and not any(map(os.path.exists, places)):
+            draft.note(f"{key}: there is no {quoted(name, _LONGEST)} here, without which {draft.tool} does not start")
 
 
 def check_best_model(draft: Draft, evaluated: str) -> None:
@@ -318,7 +393,6 @@ def check_best_model(draft: Draft, evaluated: str) -> None:
 # -- DeepSpeed's files that LLaMA-Factory and Axolotl ship ------------------------------------------------------------
 # Their settings, read at LLaMA-Factory 1d6e8b21 (examples/deepspeed) and Axolotl 2341b2c0, 1377ccc3 and 58b1d3a4
 # (deepspeed_configs).
-
 
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 _BOTH = {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST}

@@ -18,6 +18,7 @@ from autofit.frontends.command import (
     Told,
     arguments,
     certain,
+    check_certain,
     commands,
     options,
     ranks_in,
@@ -103,9 +104,7 @@ def training(text: str, *, folder: Path) -> Training:
     ranks = values.get("num_processes")
     if ranks is None and not {"accelerate_config", "config_file"} & values.keys():
         ranks = started_ranks(before, told, command.variables)
-    unsure = [key for key, value in values.items() if UNSURE in str(value) and key not in _HARMLESS]
-    if unsure:
-        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    check_certain([key for key, value in values.items() if UNSURE in str(value) and key not in _HARMLESS])
     values = {key: value for key, value in values.items() if UNSURE not in str(value)}
     return Training(
         kind=kind, values=values, ranks=ranks if isinstance(ranks, int) else None, notes=tuple(notes), keys=keys,
@@ -178,7 +177,7 @@ def _launch(before: Sequence[str], told: Told | None) -> tuple[dict[str, object]
     said = dict(options(before))
     if told is not None and (ranks := ranks_in(told)) is None:
         key = next(key for key in _COUNTS if key in said)
-        raise ConfigError(f"the script does not say {key} of {before[0]} for certain; write the value there")
+        check_certain([f"{key} of {before[0]}"])
     if told is not None:
         found["num_processes"] = ranks
     for key, text in said.items():

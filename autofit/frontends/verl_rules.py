@@ -355,10 +355,7 @@ def _fused(config: VerlConfig, batch: Batch) -> Iterator[str]:
     yield from sharded_head(config)
 
 
-def _misspelt(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    yield from typos(config)
-
-
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
-    _misspelt, _at_start, _late, uneven, _ranks, _aggregation, _baseline, _sequence_parallel, _fused, critic_rules,
+    lambda config, _: typos(config), _at_start, _late, uneven, _ranks, _aggregation, _baseline, _sequence_parallel,
+    _fused, critic_rules,
 )  # fmt: skip

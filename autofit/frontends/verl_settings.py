@@ -202,7 +202,6 @@ KEYS: Mapping[str, Key] = {f.name: f.metadata["key"] for f in fields(Settings) i
 
 # -- all keys of a config of verl -------------------------------------------------------------------------------------
 
-
 _ALIKE = 0.85
 _MOST_TOLD = 5  # unknown keys of a file
 _LONGEST = "actor_rollout_ref"  # the part of most keys

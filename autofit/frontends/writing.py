@@ -260,15 +260,11 @@ def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[
         return True
     assert foreign is not None, path
     if key.split(".")[0] not in foreign.unknown:  # LLaMA-Factory's max_length, say, is of generation alone
-        without_effect = (foreign.values, foreign.launch) == (source.values, _launch_of(source))
+        launch = {key: value for key, value in source.launch.items() if key != "num_processes"}  # by itself there
+        without_effect = (foreign.values, foreign.launch) == (source.values, launch)
         return not (without_effect and key in source.values)
     unknown[key] = foreign.unknown[key.split(".")[0]]
     return False
-
-
-def _launch_of(source: Source) -> dict[str, object]:
-    """The launch of a tool's file without the number of ranks, which stands by itself there."""
-    return {key: value for key, value in source.launch.items() if key != "num_processes"}
 
 
 def _edited(origin: Mapping[str, object], own: Mapping[str, object]) -> str:

@@ -16,6 +16,7 @@ from autofit.frontends.command import (
     accelerate_config,
     arguments,
     certain,
+    check_certain,
     commands,
     started_ranks,
     told_ranks,
@@ -63,9 +64,7 @@ def training(text: str, *, folder: Path) -> Training:
     own = _overrides(rest) if config is not None and tool is LLAMA_FACTORY else _arguments(rest, folder, tool)
     shared = accelerate_config(command.words[:place], folder)
     given = {} if config is None else read_yaml_mapping(config, what=f"config of {tool.name}")
-    unsure = [key for key, value in own.items() if UNSURE in str(value) and key != "output_dir"]
-    if unsure:
-        raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
+    check_certain([key for key, value in own.items() if UNSURE in str(value) and key != "output_dir"])
     over = of_accelerate(shared) if tool is LLAMA_FACTORY and not {"deepspeed", "fsdp"} & {*given, *own} else {}
     over |= {key: value for key, value in own.items() if key not in _OF_LAUNCH}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()

@@ -360,7 +360,6 @@ def compared_attention(value: object) -> bool:
 # keeps all scores. The worst batch is the longest that the dataset can make; where both kinds can happen, the larger
 # one counts.
 
-
 KEPT = 64  # lengths that are kept
 
 

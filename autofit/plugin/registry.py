@@ -12,21 +12,23 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError, nearest, option
+from autofit.errors import ConfigError, UnknownKeyError, nearest, option, told
+from autofit.frontends.draft import Explanation
 from autofit.frontends.reading import refusal
+from autofit.frontends.writing import explained as read
 from autofit.frontends.writing import in_own_names
 from autofit.plugin.protocol import Inspection, Trainer, WorstCase
 from autofit.recipe.launching import NO_OPTIONS, Launched, LaunchOptions, launched
 from autofit.recipe.profile import profile, trainer_of
 from autofit.recipe.recipe import merge
 from autofit.recipe.secrets import opened
-from autofit.recipe.yaml_file import Source
+from autofit.recipe.yaml_file import PROMPT_TOKENS, Source
 
 GROUP = "autofit.trainers"
 _ATTRIBUTES = ("name", "keys", "space")
@@ -184,3 +186,29 @@ def _inspection(
         device=device, worst_case=WorstCase(path=Path(os.devnull)), prompt_tokens=prompt_tokens,
         changed=tuple(key for key in changed if key in values), ranks=ranks,
     )  # fmt: skip
+
+
+_MODEL = "model_name_or_path"
+
+
+def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
+    """What a file of another tool says, or a command, with `changes` in the tool's own keys.
+
+    `words` are the file's path, a command in one text, or its words. Raises ConfigError for what is of none of the
+    tools, and for a change that the tool does not take.
+    """
+    found, source = read(words, changes, ranks=ranks)
+    if source is None:
+        return found
+    values = {**source.values, _MODEL: "any/model"} if source.values.get(_MODEL) else source.values
+    try:  # keys and values that the trainer does not take: not what lies on another machine
+        check_source_early(
+            replace(source, values=values), trainer=None, device="sim:", changes={},
+            prompt_tokens=source.prompt_tokens or PROMPT_TOKENS,
+        )  # fmt: skip
+    except ConfigError as error:
+        said = error.marked.removeprefix(f"{source.what}: ")
+        if isinstance(error, UnknownKeyError) and any(key in changes for key in error.keys):
+            raise ConfigError(f"{option('set')}: {said}") from error
+        return replace(found, wrong=(*found.wrong, told(said, str)))
+    return found

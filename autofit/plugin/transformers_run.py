@@ -2,15 +2,15 @@
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from autofit.plugin.left_out import compute_one_in_first_step, leave_out_repeated
 from autofit.plugin.loop import RandomStates
 from autofit.plugin.protocol import EVALUATION, OPTIMIZER, Report, SampleFacts, own_checkpoints
 from autofit.recipe.secrets import masked
@@ -144,7 +144,8 @@ class TransformersRun:
             compute_one_in_first_step(self.trainer)
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
-        _mask_secrets_when_pickled(type(self.trainer.args))
+        arguments: Any = type(self.trainer.args)  # pickled into each checkpoint (training_args.bin), tokens in clear
+        arguments.__getstate__ = lambda given: masked(vars(given))
         if resume_from is not None:
             self.before_resuming(resume_from)
         self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -226,11 +227,6 @@ def _report_evaluation(trainer: Any, report: Report) -> None:
         return found
 
     trainer._evaluate = evaluate
-
-
-def _mask_secrets_when_pickled(arguments: Any) -> None:
-    """The trainer pickles its arguments into each checkpoint (training_args.bin), with the tokens in clear."""
-    arguments.__getstate__ = lambda self: masked(vars(self))
 
 
 def _report_saves(trainer: Any, reporter: "_Reporter", report: Report) -> None:
@@ -315,3 +311,98 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: object) -> None:
         if logs and "loss" in logs:
             self._report.logs(state.global_step, state.max_steps, logs)
+
+
+# -- micro-batches that are not computed ------------------------------------------------------------------------------
+
+COMPUTED = 3  # first ones of a row that are alike; the last one is computed too
+_LEAST = COMPUTED + 3  # in a row, below which all are computed
+
+
+def leave_out_repeated(
+    trainer: Any, report: Report, *, rollout_every: int, kinds: Callable[[], Sequence[object]]
+) -> None:
+    """Let the trainer compute only some micro-batches between two rollouts or optimizer steps, and tell `report`.
+
+    Of a row the first three are computed, more where `report` finds the last two unlike, and the last one.
+    `rollout_every` is the number of micro-batches in a row; a trainer that generates counts them in `_step`. `kinds`
+    gives the kind of each of them, once a rollout is there: neighbours of one kind are alike. Of a step of many short
+    rows, whole ones are left out, each with its rollout: `report` is told of the last micro-batch of each.
+    """
+    original, done, dtype = trainer.training_step, count(), torch.float32
+    generates, of_each, of_rows = hasattr(trainer, "_step"), list[object](), list[list[object]]()
+    skips = False  # the micro-batch before, or the row before, was left out
+    sleeps = bool(getattr(trainer.args, "vllm_enable_sleep_mode", False))  # each rollout gives unused memory back
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal of_each, skips
+        each = int(trainer.args.gradient_accumulation_steps)
+        number = next(done)
+        in_step, in_rollout = number % each, int(trainer._step if generates else number) % rollout_every
+        rows, rest = divmod(each, rollout_every)
+        if not rest and rows > COMPUTED + 1 and rollout_every < _LEAST and not sleeps:
+            if not in_rollout:
+                row = in_step // rollout_every
+                may = COMPUTED <= row < rows - 1 and of_rows[-1] == of_rows[-2]
+                skips = may and (skips or report.last_are_alike())
+            return in_short_row(in_rollout, args, kwargs)
+        before, left = min(in_step, in_rollout), min(each - in_step, rollout_every - in_rollout)
+        if before + left < _LEAST:
+            return original(*args, **kwargs)
+        if in_rollout == 1:  # the first micro-batch makes the rollout
+            of_each = list(kinds())
+        if in_rollout:
+            before = min(before, _alike(of_each[in_rollout], reversed(of_each[:in_rollout])))
+            left = min(left, _alike(of_each[in_rollout], of_each[in_rollout:]))
+        skips = before >= COMPUTED and left > 1 and (skips or report.last_are_alike())
+        report.micro_step_begins(left_out=skips)
+        return _nothing(trainer, dtype) if skips else computed(args, kwargs)
+
+    def in_short_row(place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        last = place == rollout_every - 1
+        if last:
+            report.micro_step_begins(left_out=skips)
+        if skips:
+            return _nothing(trainer, dtype)
+        loss = computed(args, kwargs)
+        if last:
+            of_rows.append(list(kinds()))
+        return loss
+
+    def computed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        nonlocal dtype
+        loss = original(*args, **kwargs)
+        dtype = loss.dtype
+        return loss
+
+    trainer.training_step = training_step
+
+
+def compute_one_in_first_step(trainer: Any) -> None:
+    """Let the trainer compute only the first micro-batch of the first step, which already makes all gradients.
+
+    What it leaves behind for the second step is what the last one would.
+    """
+    original, done, dtype = trainer.training_step, count(), torch.float32
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal dtype
+        if 0 < next(done) < int(trainer.args.gradient_accumulation_steps):
+            return _nothing(trainer, dtype)
+        loss = original(*args, **kwargs)
+        dtype = loss.dtype
+        return loss
+
+    trainer.training_step = training_step
+
+
+def _nothing(trainer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The loss of a micro-batch that is not computed. A trainer that generates counts it in `_step`."""
+    if hasattr(trainer, "_step"):
+        trainer._step += 1
+    return torch.zeros((), dtype=dtype, device=trainer.args.device)
+
+
+def _alike(kind: object, others: Iterable[object]) -> int:
+    """How many of the `others` are of the `kind`, up to the first that is not."""
+    return sum(1 for _ in takewhile(lambda other: other == kind, others))

@@ -183,7 +183,8 @@ class ClusterLauncher(Launcher):
         told = {job: state for job, state in queue.states().items() if state.name == self._name}
         alive = {job for job, state in told.items() if state.is_alive}
         known = self._jobs | self._fresh
-        self._fresh = {job for job in self._fresh - set(told) if _may_live(queue.state(job))}
+        fresh = {job: queue.state(job) for job in self._fresh - set(told)}
+        self._fresh = {job for job, state in fresh.items() if state is None or state.is_alive}
         self._jobs = alive
         for job in sorted(known - alive - self._fresh):
             self._note_end(job, told.get(job) or queue.state(job) or JobState(state="ENDED"))
@@ -271,7 +272,3 @@ def launcher_for(
     if not executor.is_cluster:
         return Launcher()
     return ClusterLauncher(executor, probes_folder / "jobs", device=device, card=card, cards=cards)
-
-
-def _may_live(state: JobState | None) -> bool:
-    return state is None or state.is_alive

@@ -207,17 +207,13 @@ def _keep_workers(
 def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
     command = [sys.executable, "-P", "-m", "autofit.probing.worker", str(request.request_path)]
     with request.log_path.open("ab") as log:
-        into, out = (None, None) if _has_terminal(request) else (subprocess.DEVNULL, log)
+        has_terminal = request.terminal and request.rank in (None, 0)  # one process reads it
+        into, out = (None, None) if has_terminal else (subprocess.DEVNULL, log)
         process = subprocess.Popen(
             command, cwd=request.cwd, env=trial_env(**env), stdin=into, stdout=out, stderr=out
         )  # fmt: skip
     process.returncode = 0  # the keeper waits for it, not this object
     return process.pid
-
-
-def _has_terminal(request: ProbeRequest) -> bool:
-    """Whether the user's terminal is the probe's: one process reads it, so of several ranks the first."""
-    return request.terminal and request.rank in (None, 0)
 
 
 def _too_few(request: ProbeRequest, cards: int) -> ProbeResult:

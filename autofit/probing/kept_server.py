@@ -285,7 +285,9 @@ class _Server:
         while self._stays(own):
             watched: list[socket.socket] = [listener, *self._held]
             ready = select.select(watched, [], [], _LOOKS_EVERY_S)[0]
-            self._reap()
+            with contextlib.suppress(ChildProcessError):
+                while pid := os.waitpid(-1, os.WNOHANG)[0]:  # also one of the command that started this server
+                    self._children.discard(pid)
             for connection in [one for one in ready if one is not listener]:  # held no longer
                 self._held.remove(connection)
                 connection.close()
@@ -298,11 +300,6 @@ class _Server:
             self._used = time.monotonic()
         replaced = _inode(self._path) != own
         return busy or not (self._stopping or replaced or time.monotonic() - self._used > IDLE_S)
-
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while pid := os.waitpid(-1, os.WNOHANG)[0]:  # also one of the command that started this server
-                self._children.discard(pid)
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()

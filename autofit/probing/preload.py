@@ -27,16 +27,11 @@ def preload() -> None:
         for name in _MODULES:
             importlib.import_module(name)
         _leave_out_scipy()
-        _import_trainers()
-
-
-def _import_trainers() -> None:
-    """Import the installed trainers. A failed import is logged here and raised only when that trainer is requested."""
-    for name in registry.names():
-        try:
-            registry.load(name)
-        except AutofitError as error:
-            print(f"trainer {name}: {error}", file=sys.stderr, flush=True)
+        for name in registry.names():
+            try:
+                registry.load(name)
+            except AutofitError as error:  # raised when that trainer is requested
+                print(f"trainer {name}: {error}", file=sys.stderr, flush=True)
 
 
 def _import_object_detection() -> None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -69,16 +69,10 @@ def prepare(
     }  # fmt: skip
     write_json(folder / "inspect.json", request)
     log = folder / "inspection.log"
-    ending = server.call(
-        {
-            "entry": "autofit.probing.inspection:run",
-            "argument": str(folder / "inspect.json"),
-            "cwd": str(Path.cwd()),
-            "log": str(log),
-            "env": _one_card(),
-            "deadline_s": _INSPECTION_S,
-        }
-    )
+    ending = server.call({
+        "entry": "autofit.probing.inspection:run", "argument": str(folder / "inspect.json"), "cwd": str(Path.cwd()),
+        "log": str(log), "env": _one_card(), "deadline_s": _INSPECTION_S,
+    })  # fmt: skip
     answer = read_json(answer_path)
     if answer is None and is_full(folder):
         raise EnvironmentFault(
@@ -108,22 +102,13 @@ def prepare(
     short: tuple[str, ...] = ()
     if device == "cuda" and gpus():  # else the card is in another machine, whose memory is not known
         short = shortage(how, facts.weights_bytes or 0, psutil.virtual_memory().total)
+    told = {each.name: getattr(facts, each.name) for each in fields(facts)}  # each is one of the recipe's
+    told |= {"name": source.name, "space": Path(facts.space), "content_hash": facts.content_hash + code_hash(trainer)}
+    told |= {name: {**getattr(facts, name), **shared} for name in ("values", "resolved")}
+    told["notes"] = (*source.notes, *read.notes, *facts.notes, *short)
     recipe = Recipe(
-        trainer=trainer, trainer_name=facts.name, values={**facts.values, **shared},
-        resolved={**facts.resolved, **shared}, keys=facts.keys, launch=how,
-        tiers=facts.tiers, space=Path(facts.space), name=source.name, model=facts.model, command=facts.command,
-        trains_on_data=facts.trains_on_data, compared=facts.compared,
-        longest_prompt_tokens=facts.longest_prompt_tokens, longest_sample_tokens=facts.longest_sample_tokens,
-        longest_row=facts.longest_row, longest_place=facts.longest_place, num_samples=facts.num_samples,
-        num_prompts=facts.num_prompts, model_parameters=facts.model_parameters, weights_bytes=facts.weights_bytes,
-        vocab_size=facts.vocab_size, embedding_parameters=facts.embedding_parameters, tile_tokens=facts.tile_tokens,
- forecasts=facts.forecasts, content_hash=facts.content_hash + code_hash(trainer),
-        architecture_hash=facts.architecture_hash, other_names=facts.other_names,
-        spelling=facts.spelling,
-        notes=(*source.notes, *read.notes, *facts.notes, *short),
-        version=facts.version, left_out=facts.left_out, foreign=source.foreign,
-        stated=dict(read.values),
-    )  # fmt: skip
+        **told, trainer=trainer, trainer_name=facts.name, launch=how, foreign=source.foreign, stated=dict(read.values)
+    )
     if launch.gpus is None:
         return recipe
     return _said_in_file(on_machines(_on_cards(recipe, launch.gpus), launch.machines, device), recipe.launch)

@@ -307,7 +307,6 @@ class ProbeResult:
 # which keep theirs on the card. Words that may mean something else (CUBLAS_STATUS_NOT_INITIALIZED) are not among
 # them. Importing it loads no torch.
 
-
 _CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation in CUDA's driver_types.h
 _WORDS = (
     "DefaultCPUAllocator",  # torch, c10/core/impl/alloc_cpu.cpp: a RuntimeError

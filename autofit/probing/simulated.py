@@ -30,8 +30,8 @@ from autofit.fakegpu.replay import Unlimited
 from autofit.fakegpu.timeline import phase_categories
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
-from autofit.plugin.left_out import COMPUTED
 from autofit.plugin.protocol import BEFORE_UPDATE, OPTIMIZER, ROLLOUT, UPDATE
+from autofit.plugin.transformers_run import COMPUTED
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch

@@ -10,7 +10,7 @@ import platform
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,6 @@ def _is_own(folder: Path) -> bool:
 # -- the start of CUDA, and whether the cards are free ----------------------------------------------------------------
 # CUDA is asked in a child of the fork server, which has torch imported and starts no CUDA itself.
 
-
 _START_S = 120.0  # the first context of a machine without a persistence daemon takes tens of seconds
 # The oldest driver for each CUDA, by its minor version compatibility (CUDA Toolkit 13.0 release notes, table 2).
 _OLDEST_DRIVER = {13: 580, 12: 525, 11: 450}
@@ -208,7 +207,8 @@ def cuda_start(server: ForkServer, folder: Path, cards: tuple[Gpu, ...]) -> Cuda
             late = f"no answer within {_START_S:.0f} s"
             said = one_line(last_line(log), 300) or f"exit {ending.exit_code}"
             return CudaStart(error=late if ending.deadline_passed else said)
-        return _of_json(told)
+        cuda = told["cuda"]
+        return CudaStart(torch=str(told["torch"]), cuda=None if cuda is None else str(cuda), error=str(told["error"]))
     finally:
         for path in (answer, log):
             path.unlink(missing_ok=True)
@@ -247,11 +247,6 @@ def start_problem(look: Look, start: CudaStart) -> str:
     if refused := _refused(look.cards):
         return f"{words}: no permission to open {refused}; ask its administrator (often for the group video or render)"
     return f"{words}: {start.error}"
-
-
-def _of_json(told: Mapping[str, object]) -> CudaStart:
-    cuda = told["cuda"]
-    return CudaStart(torch=str(told["torch"]), cuda=None if cuda is None else str(cuda), error=str(told["error"]))
 
 
 def _first_number(version: str) -> int:

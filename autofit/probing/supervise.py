@@ -138,7 +138,8 @@ def keep_ranks(
             left = left or (not late and abandoned())
             if (late or left or time.monotonic() - failed_at > grace_s) and not killed:
                 killed, killed_at = set(handles.values()), time.monotonic()
-                _kill(pids, killed)
+                for rank in killed:
+                    os.kill(pids[rank], signal.SIGKILL)  # not reaped yet, so the pid is the rank's still
     finally:
         for handle in handles:
             os.close(handle)
@@ -155,11 +156,6 @@ def keep_ranks(
         )  # fmt: skip
 
     return RanksEnded(endings=tuple(ending(rank) for rank in range(ranks)), first=first)
-
-
-def _kill(pids: Mapping[int, int], ranks: set[int]) -> None:
-    for rank in ranks:
-        os.kill(pids[rank], signal.SIGKILL)  # not reaped yet, so the pid is the rank's still
 
 
 def keep(
@@ -264,7 +260,6 @@ def lives(note: Mapping[str, object]) -> bool:
 
 # -- forks that do a share --------------------------------------------------------------------------------------------
 
-
 T = TypeVar("T")
 Job = Callable[[], T]
 
@@ -313,7 +308,6 @@ def _fork_answer(pid: int, reads: "Connection[None, list[T]]") -> list[T] | None
 
 # -- a probe of several ranks: one worker a rank, and one answer of theirs --------------------------------------------
 # Each rank writes files of its own beside the request: rank-0.json, rank-0.log and so on. The largest rank decides.
-
 
 PORT_IS_TAKEN = errno.EADDRINUSE  # exit code of a rank that found another process listening on the port
 PORTS = 5  # that are tried: another program may take one between its choice and its use

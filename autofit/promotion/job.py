@@ -212,7 +212,6 @@ def train_to_the_end(request_path: Path, folder: Path, keep: Keep) -> ProcessEnd
 # -- a run that was out of memory goes on -----------------------------------------------------------------------------
 # What was taken is kept in rescues.json, so that a later start of the run goes on with it.
 
-
 _FILE = "rescues.json"
 _MOST_UNCHANGED = 5  # starts with the same settings, each of which got further than the one before
 FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml")
@@ -240,16 +239,12 @@ def goes_on(request_path: Path, ending: ProcessEnding) -> bool:
             write_json(request_path, {**request, **carried(folder, ladder)})
             return True
         refused.append(describe_changes(rung.compared, ladder.running(taken(folder)).resolved))
-    if not again and len(_unchanged(folder)) < _MOST_UNCHANGED:
+    # one that changes nothing may do: a new process holds no fragments, and another one may have left the card
+    if not again and sum(not rescue["changes"] for rescue in rescues(folder)) < _MOST_UNCHANGED:
         _take(folder, ladder, RescueStep(changes={}), oom, "no neutral change that needs less memory is left")
         return True
     RunFolder(folder).fail(_nothing_left(ladder, oom, folder, refused))
     return False
-
-
-def _unchanged(folder: Path) -> list[dict[str, object]]:
-    """The rescues that changed nothing: a new process holds no fragments, and another one may have left the card."""
-    return [rescue for rescue in rescues(folder) if not rescue["changes"]]
 
 
 def taken(folder: Path) -> list[Mapping[str, object]]:

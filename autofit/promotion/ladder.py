@@ -7,7 +7,7 @@ the completions generated at once, unless memory ran out while they were generat
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -171,11 +171,9 @@ class RescueLadder:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, object]:
-        names = ("trial", "trainer", "device", "values", "resolved", "allow", "tiers", "left_out", "other_names",
-                 "space", "traits", "device_used_bytes")  # fmt: skip
         speeds = [[dict(s.changes), s.step_s, s.device_used_bytes] for s in self.speeds]
-        plain = {name: getattr(self, name) for name in names}
-        return {**plain, "keys": self.keys.to_json(), "compared": list(self.compared), "speeds": speeds}
+        special = {"keys": self.keys.to_json(), "compared": list(self.compared), "speeds": speeds}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | special
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "RescueLadder":

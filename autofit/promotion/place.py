@@ -57,7 +57,7 @@ def missing(values: Mapping[str, object], place: Path) -> list[str]:
 
 def _named(values: Mapping[str, object]) -> list[tuple[str, str]]:
     """(key, text) of all that may name a file or a module."""
-    found = ((key, text) for key, value in values.items() if _NAMES_FILES.search(key) for text in _texts(value))
+    found = ((key, text) for key, value in values.items() if _NAMES_FILES.search(key) for text in texts_in(value))
     return [*dict.fromkeys(found)]
 
 
@@ -83,15 +83,14 @@ def _module(key: str, text: str) -> str | None:
     return None if found is None else found[1]
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts_in(value: object, *, without: Callable[[str], object] = lambda key: None) -> Iterator[str]:
+    """Every text inside `value`, but those below keys of which `without` is true."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner)
+    elif isinstance(value, Mapping | list):
+        kept = value if isinstance(value, list) else [one for key, one in value.items() if not without(str(key))]
+        for inner in kept:
+            yield from texts_in(inner, without=without)
 
 
 _LONGEST_SIGNAL_S = 600.0

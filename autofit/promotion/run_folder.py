@@ -246,11 +246,6 @@ def ending_of(folder: Path) -> str | None:
     return None if found is None else str(found["reason"])
 
 
-def forget_ending(folder: Path) -> None:
-    """The run in `folder` starts again."""
-    (folder / _ENDED).unlink(missing_ok=True)
-
-
 def _reason(folder: Path, ending: ProcessEnding) -> str:
     if ending.kernel_oom:
         return "killed by the kernel, as the machine had no memory left"
@@ -272,7 +267,6 @@ def _name(number: int) -> str:
 # SIGTERM and SIGINT end programs; Slurm sends SIGUSR1 or SIGUSR2 before it takes a machine away (`--signal`). The
 # training saves a checkpoint after the step at work, and ends. A job of Slurm then asks to be started again, unless
 # it was the file.
-
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP = "stop"  # file in the folder of a run
@@ -324,8 +318,9 @@ def goes_on_later(folder: Path) -> bool:
 
 
 def forget_signals(folder: Path) -> None:
-    """A job of Slurm starts again."""
-    (folder / _LATER).unlink(missing_ok=True)
+    """A job of Slurm starts again: how it was asked to end, and why it did, count no more."""
+    for name in (_LATER, _ENDED):
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -91,12 +91,6 @@ def log_of_server(folder: Path) -> Path:
     return folder / "server.log"
 
 
-def forget_servers(folder: Path) -> None:
-    """The run in `folder` starts: nobody waits for an earlier server."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(folder / _FOLDER)
-
-
 _URL, _PORT = "AUTOFIT_VLLM_SERVER", "AUTOFIT_VLLM_GROUP_PORT"
 
 
@@ -175,7 +169,8 @@ class Beside:
     def _serving(self) -> Iterator[dict[str, str] | None]:
         """Context with a server: what its users need in their environment; None where it never came to answer."""
         if self.number == 0:
-            forget_servers(self.folder)
+            with suppress(FileNotFoundError):  # nobody waits for an earlier server
+                shutil.rmtree(self.folder / _FOLDER)
         self.number += 1
         self._silent, self.is_lost, others = 0, False, become_subreaper()
         self._post.order()
@@ -237,7 +232,6 @@ def _leave(keeper: int) -> None:
 # -- the keeper of a run's vLLM server --------------------------------------------------------------------------------
 # A process of its own (`python -m autofit.promotion.server REQUEST NAME NUMBER ADDRESS NODE`), so that the
 # server ends with a killed job, and the engines of a killed server with it.
-
 
 _LOOK_S = 1.0  # between two questions whether the server answers
 _ANSWER_S = 2.0

@@ -25,7 +25,6 @@ from autofit.promotion.run_folder import (
     REQUEUES,
     RunFolder,
     ask_after_signal,
-    forget_ending,
     forget_signals,
     goes_on_later,
     listen,
@@ -203,7 +202,6 @@ def run_allocated(request_path: str) -> None:
         return
     run = RunFolder(folder)
     forget_signals(folder)
-    forget_ending(folder)
     begin(folder, mine)
     run.start(node=mine.name)
     beside = Beside(folder, mine.attempt, abandoned=lambda: superseded(folder, mine)) if serves else None

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.registry import code_hash
+from autofit.promotion.place import texts_in
 from autofit.promotion.run_folder import RunFolder
 from autofit.recipe.pipeline import Stage, record_path
 from autofit.recipe.secrets import sealed
@@ -130,24 +131,12 @@ class State:
 
 def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:
     """What the training of `stage` depends on; `models` has the runs of the stages that it uses."""
-    files = {name: found for name in sorted(set(_texts(stage.values))) if (found := content_of(name))}
+    names = sorted(set(texts_in(stage.values, without=_OUTPUTS.fullmatch)))  # none that is a place for output
+    files = {name: found for name in names if (found := content_of(name))}
     if own := code_hash(trainer):
         files[trainer] = own
     values = json.loads(json.dumps(sealed(stage.values), default=str))  # as the file will have them
     return Inputs(values=values, trainer=trainer, files=files, models=dict(models))
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text inside `value` that is no place for output."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not _OUTPUTS.fullmatch(str(key)):
-                yield from _texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner)
 
 
 def content_of(name: str) -> str:

@@ -97,7 +97,8 @@ class GradientProof:
         self._on_ranks = any(not launch.is_plain for launch in self._launches.values())
         ranks = {}
         if self._on_ranks:
-            prepare_to_fork()
+            torch.set_num_threads(1)  # in this process and its ranks; and no thread that shows progress
+            tqdm.monitor_interval = 0
             ranks = {"ranks": {name: launch.ranks for name, launch in self._launches.items()}}
         self._folder = folder
         self._baseline: list[Gradient] | None = None
@@ -246,12 +247,6 @@ def joined(launch: Launch, *, rank: int, meeting: Path) -> Iterator[None]:
 
 
 Saved = list[dict[str, torch.Tensor]]
-
-
-def prepare_to_fork() -> None:
-    """Compute with one thread from now on, in this process and its ranks, and start no thread that shows progress."""
-    torch.set_num_threads(1)
-    tqdm.monitor_interval = 0
 
 
 def train_ranks(train: Callable[[], Saved], launch: Launch, folder: Path) -> Saved:

@@ -77,15 +77,13 @@ _STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero
 _LEGACY = (*_STRATEGIES, "offload", "auto_wrap")
 # Key of `fsdp_config`, without the prefix fsdp_ that it may have -> key of accelerate's `fsdp_config`.
 _FSDP_KEYS = {
-    "version": "fsdp_version", "reshard_after_forward": "fsdp_reshard_after_forward",
-    "cpu_offload": "fsdp_offload_params",
-    "auto_wrap_policy": "fsdp_auto_wrap_policy", "min_num_params": "fsdp_min_num_params",
-    "transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading", "state_dict_type": "fsdp_state_dict_type",
-    "activation_checkpointing": "fsdp_activation_checkpointing", "forward_prefetch": "fsdp_forward_prefetch",
-    "backward_prefetch": "fsdp_backward_prefetch", "use_orig_params": "fsdp_use_orig_params",
-    "sync_module_states": "fsdp_sync_module_states",
-}  # fmt: skip
+    name: f"fsdp_{name}"
+    for name in (
+        "version", "reshard_after_forward", "cpu_offload", "auto_wrap_policy", "min_num_params",
+        "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing",
+        "forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states",
+    )
+} | {"cpu_offload": "fsdp_offload_params"}  # fmt: skip
 # accelerate has none of these; transformers (training_args.py, line 2830) reads cpu_offload alone
 _UNSEEN = ("limit_all_gathers", "offload_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 # Where accelerate has another default than transformers, transformers passes its own.

@@ -6,7 +6,7 @@ the recipe's YAML, those of the command line, transformers' keys fsdp and deepsp
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -147,11 +147,7 @@ def launched(
 
 def is_launch_key(key: str) -> bool:
     """Whether `key` is a flag of `accelerate launch`, which a recipe of TRL may have among its keys."""
-    return key in _flag_names() or key in TYPES or key in _REFUSED
-
-
-def _flag_names() -> Iterator[str]:
-    return (name for names in FLAGS.values() for name in names)
+    return any(key in names for names in FLAGS.values()) or key in TYPES or key in _REFUSED
 
 
 def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions) -> None:

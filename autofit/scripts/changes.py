@@ -200,7 +200,12 @@ class Fewer:
             if args is not None and self._alike():
                 _keep_order(args, trainer)  # one with rollouts has taken it from its arguments by now
                 if not hasattr(args, "num_generations"):
-                    self._shorten(args)
+                    asked = int(args.gradient_accumulation_steps)
+                    if asked > FEW:
+                        args.gradient_accumulation_steps = FEW
+                        self._left_out = asked - FEW
+                        self._note(f"of {asked} micro-batches a step {FEW} were run, as made-up samples are alike; the "
+                                   "others take the bytes and seconds of the second")  # fmt: skip
                     if not hasattr(args, "train_sampling_strategy"):  # of older transformers
                         trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
             made(trainer, model, args, *rest, **named)
@@ -215,14 +220,6 @@ class Fewer:
             mock.patch.object(Trainer, "training_step", training_step),
         ):
             yield
-
-    def _shorten(self, args: Any) -> None:
-        asked = int(args.gradient_accumulation_steps)
-        if asked > FEW:
-            args.gradient_accumulation_steps = FEW
-            self._left_out = asked - FEW
-            self._note(f"of {asked} micro-batches a step {FEW} were run, as made-up samples are alike; the others take "
-                       "the bytes and seconds of the second")  # fmt: skip
 
 
 def _keep_order(*of: Any) -> None:

@@ -187,7 +187,6 @@ def _installed(name: str) -> bool:
 
 # -- commands that install packages, or reach other machines ----------------------------------------------------------
 
-
 _INSTALLS = re.compile(
     r"\b(?:(?:pip[\d.]*|conda|mamba|micromamba|apt|apt-get|dnf|yum|brew)\s+(?:-\S+\s+)*"
     r"(?:install|uninstall|update|upgrade|remove|create)|(?:uv|poetry)\s+(?:pip\s+)?(?:(?:un)?install|add|remove|sync))\b"

@@ -220,7 +220,7 @@ def _stood_in(
             stack.callback(lambda: made.tell(models.longest))
             stack.enter_context(models.in_place())
             if not script.of_libraries:
-                from autofit.scripts.older import options_understood, understood
+                from autofit.scripts.stand_ins import options_understood, understood
 
                 stack.enter_context(understood(code, card.note))
                 stack.enter_context(options_understood(card.note))
@@ -345,7 +345,6 @@ def has_commands(path: Path) -> bool:
 
 
 # -- the modules beside a script --------------------------------------------------------------------------------------
-
 
 _PROJECT = ("pyproject.toml", "setup.py")
 _MOST = 200  # modules that are read

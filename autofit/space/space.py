@@ -245,20 +245,15 @@ class Space:
         where = [*self._solved_places, *free]
         order = [where.index(i) for i in range(len(where))]
         others = [(values, tier) for values, tier in self._other_values(free) if tier <= most]
-        alone = self._of_one_micro_batch(others, free)
+        sync = next((at for at, place in enumerate(free) if self.knobs[place].name == SYNC_EACH_BATCH), None)
+        own = None if sync is None else self.baseline.values[free[sync]]
+        alone = others if sync is None else [row for row in others if row[0][sync] == own]  # with one micro-batch
         for solved, tier in self._solved:
             if tier <= most:
                 above = {self.knobs[at].name: value for at, value in zip(self._solved_places, solved, strict=True)}
                 for values, other in alone if self._is_one_micro_batch(above) else others:
                     row = solved + values
                     yield Candidate(tuple([row[i] for i in order])), max(tier, other)
-
-    def _of_one_micro_batch(
-        self, rows: list[tuple[tuple[Value, ...], int]], places: list[int]
-    ) -> list[tuple[tuple[Value, ...], int]]:
-        """Those of the (values, tier) `rows` of the knobs at `places` that differ where there is one micro-batch."""
-        at = next((at for at, place in enumerate(places) if self.knobs[place].name == SYNC_EACH_BATCH), None)
-        return rows if at is None else [row for row in rows if row[0][at] == self.baseline.values[places[at]]]
 
     @property
     def _solved_places(self) -> list[int]:

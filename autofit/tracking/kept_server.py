@@ -14,7 +14,9 @@ from autofit.probing.supervise import keep
 
 def main(arguments: Sequence[str]) -> int:
     """Run `mlflow server` with these arguments; its exit code, or 0 where the pipe ended it."""
-    ending = keep(lambda: _start(arguments), deadline_s=math.inf, abandoned=_is_pipe_closed)
+    ending = keep(
+        lambda: _start(arguments), deadline_s=math.inf, abandoned=lambda: bool(select.select([sys.stdin], [], [], 0)[0])
+    )
     return 0 if ending.abandoned else abs(ending.exit_code)
 
 
@@ -22,10 +24,6 @@ def _start(arguments: Sequence[str]) -> int:
     process = subprocess.Popen([sys.executable, "-P", "-m", "mlflow", "server", *arguments], stdin=subprocess.DEVNULL)
     process.returncode = 0  # the keeper waits for it, not this object
     return process.pid
-
-
-def _is_pipe_closed() -> bool:
-    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 if __name__ == "__main__":

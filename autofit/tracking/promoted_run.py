@@ -231,18 +231,13 @@ class RunMirror:
         api.log_batch(self._run_id, metrics=metrics, tags=[RunTag(k, v[:5000]) for k, v in tags.items() if v])
         if (self._folder / EVENTS).exists():
             api.log_artifact(self._run_id, str(self._folder / EVENTS))
-        _set_status(api, run, state, lines)
+        status = _RUN_STATUS[state]
+        if run.info.status != status and status == "RUNNING":
+            api.update_run(run.info.run_id, status=status)
+        elif run.info.status != status:
+            api.set_terminated(run.info.run_id, status=status, end_time=_at_ms(lines[-1]) if lines else None)
         if state != "running":
             write_json(self._folder / MIRRORED, mirrored_state(self._folder, ended=ended))
-
-
-def _set_status(api: Any, run: Run, state: str, lines: Sequence[Line]) -> None:
-    status = _RUN_STATUS[state]
-    if status == "RUNNING":
-        if run.info.status != status:
-            api.update_run(run.info.run_id, status=status)
-    elif run.info.status != status:
-        api.set_terminated(run.info.run_id, status=status, end_time=_at_ms(lines[-1]) if lines else None)
 
 
 def _figures(line: Line) -> dict[str, float]:

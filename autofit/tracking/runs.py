@@ -257,11 +257,10 @@ def trial_params(trial: Trial, resolved: Mapping[str, object]) -> dict[str, obje
 
 def with_gb(figures: Mapping[str, float]) -> dict[str, float]:
     """`figures`, and beside each `x_bytes` an `x_GB` of 10^9 bytes: MLflow's pages print plain numbers."""
-    return {**figures, **{_in_gb(key): value / 1e9 for key, value in figures.items() if "_bytes" in key}}
-
-
-def _in_gb(key: str) -> str:
-    return key.replace("_bytes", "_GB", 1)
+    return {
+        **figures,
+        **{key.replace("_bytes", "_GB", 1): value / 1e9 for key, value in figures.items() if "_bytes" in key},
+    }
 
 
 def _metrics(result: ProbeResult) -> dict[str, float]:

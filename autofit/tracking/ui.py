@@ -122,7 +122,6 @@ def _in_use(port: int) -> bool:
 # from the address: `/#/experiments/1/runs?viewStateShareKey=NAME`. So the links that autofit prints open right in any
 # browser.
 
-
 TABLE, COMPARED = "autofit-trials", "autofit-front"
 _TAG = "mlflow.sharedViewState."
 _FIRST = ("per_device_train_batch_size", "gradient_checkpointing", "gradient_accumulation_steps")

@@ -36,7 +36,10 @@ class Grid:
         self.names = tuple(names)
         self.choices = tuple(tuple(values) for values in choices)
         self.candidates = tuple(candidates)
-        self.codes = _coded(self.choices, self.candidates)
+        tables = [{value: place for place, value in enumerate(values)} for values in self.choices]
+        columns = zip(*(c.values for c in self.candidates), strict=True)
+        coded = [[table[v] for v in column] for table, column in zip(tables, columns, strict=True)]
+        self.codes = np.array(coded, dtype=np.int64).T.reshape(len(self.candidates), len(self.choices))
         ranks = {tier: rank for rank, tier in enumerate(TIERS)}
         self.tiers = np.array([ranks[t] for t in tiers] if tiers else [0] * len(self.candidates), dtype=np.int64)
         rising = [name in ascending for name in self.names]
@@ -48,7 +51,9 @@ class Grid:
         """The allowed candidates of `space`, baseline first."""
         names = [knob.name for knob in space.knobs]
         tiers = space.tiers
-        grid = cls(names, _with_own(space), tuple(tiers), tiers=tuple(tiers.values()))
+        own = zip(space.choices, space.baseline.values, strict=True)
+        choices = [values if value in values else (*values, value) for values, value in own]
+        grid = cls(names, choices, tuple(tiers), tiers=tuple(tiers.values()))
         batch = (space.keys.micro_batch, space.keys.rollout)
         solved = set(batch) & set(names)
         rising = [k.memory_ascending and k.name not in solved for k in space.knobs]
@@ -112,19 +117,6 @@ class Grid:
 def _octaves(values: Sequence[Value]) -> Floats | None:
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool) and v > 0]
     return np.log2(np.array(numbers, dtype=np.float64)) if len(numbers) == len(values) else None
-
-
-def _with_own(space: Space) -> list[tuple[Value, ...]]:
-    """The choices of every knob, with the baseline's own value added where it is missing."""
-    own = space.baseline.values
-    return [values if v in values else (*values, v) for values, v in zip(space.choices, own, strict=True)]
-
-
-def _coded(choices: tuple[tuple[Value, ...], ...], candidates: tuple[Candidate, ...]) -> Ints:
-    tables = [{value: place for place, value in enumerate(values)} for values in choices]
-    columns = zip(*(c.values for c in candidates), strict=True)
-    coded = [[table[v] for v in column] for table, column in zip(tables, columns, strict=True)]
-    return np.array(coded, dtype=np.int64).T.reshape(len(candidates), len(choices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ And candidates that no probe has reached but that are predicted to be on the fro
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal, TypedDict, cast, get_args
 
@@ -317,7 +317,6 @@ def baseline(trials: Iterable[Trial]) -> Trial | None:
 
 # -- candidates that are predicted to be ahead ------------------------------------------------------------------------
 
-
 Costs = Sequence[tuple[float, float]]  # (seconds of a step, device-used bytes)
 
 
@@ -325,31 +324,21 @@ Costs = Sequence[tuple[float, float]]  # (seconds of a step, device-used bytes)
 class Foreseen:
     """A candidate on the front that was not probed; its figures are predicted, corrected by the study's probes."""
 
+    name: str = ""  # p1, p2, ... in its study: a number is a trial's; "" in a study of an earlier autofit
     tier: Tier
     changes: Mapping[str, object]
     step_s: float
     device_used_bytes: int
-    name: str = ""  # p1, p2, ... in its study: a number is a trial's; "" in a study of an earlier autofit
     params: Mapping[str, Any] = field(default_factory=dict)  # {knob: value}, with which it becomes a trial
     yaml_changes: Mapping[str, object] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # packages without which it does not run
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "name": self.name, "tier": self.tier, "changes": dict(self.changes), "step_s": self.step_s,
-            "device_used_bytes": self.device_used_bytes, "params": dict(self.params),
-            "yaml_changes": dict(self.yaml_changes), "needs": list(self.needs),
-        }  # fmt: skip
+        return asdict(self) | {"needs": list(self.needs)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "Foreseen":
-        found = cast("Mapping[str, Any]", content)
-        return cls(
-            tier=cast(Tier, found["tier"]), changes=found["changes"], step_s=float(found["step_s"]),
-            device_used_bytes=int(found["device_used_bytes"]), name=found.get("name", ""),
-            params=found.get("params", {}), yaml_changes=found.get("yaml_changes", {}),
-            needs=tuple(found.get("needs", ())),
-        )  # fmt: skip
+        return cls(**{**content, "needs": tuple(cast("list[str]", content.get("needs", ())))})  # type: ignore[arg-type]
 
 
 def common_front(trials: Iterable[Trial], foreseen: Iterable[Foreseen]) -> tuple[list[Trial], list[Foreseen]]:

@@ -160,31 +160,15 @@ def keep_record(study: Keeping, record: StudyRecord) -> None:
 # -- records of single trials, kept with the study because a finished Optuna trial accepts no attributes ---------------
 
 
-def _confirmation(number: int) -> str:
-    return f"confirmation {number}"
-
-
-def _repeat(number: int) -> str:
-    return f"repeat {number}"
-
-
-def _comparison(number: int) -> str:
-    return f"comparison {number}"
-
-
-def _proof(number: int) -> str:
-    return f"proof {number}"
-
-
 def confirmations(study: Attributed, numbers: Iterable[int]) -> dict[int, ProbeResult]:
     """{trial: result of its confirmation run}, for the trials of `numbers` that have one."""
     known = study.user_attrs
-    return {n: ProbeResult.from_json(known[_confirmation(n)]) for n in numbers if _confirmation(n) in known}
+    return {n: ProbeResult.from_json(known[f"confirmation {n}"]) for n in numbers if f"confirmation {n}" in known}
 
 
 def keep_confirmation(study: Keeping, number: int, result: ProbeResult) -> None:
     """Keep the result of the confirmation run of trial `number`."""
-    study.set_user_attr(_confirmation(number), result.to_json())
+    study.set_user_attr(f"confirmation {number}", result.to_json())
 
 
 def repeats(study: Attributed) -> dict[int, ProbeResult]:
@@ -195,24 +179,24 @@ def repeats(study: Attributed) -> dict[int, ProbeResult]:
 
 def keep_repeat(study: Keeping, number: int, result: ProbeResult) -> None:
     """Keep the result of the second probe of trial `number`."""
-    study.set_user_attr(_repeat(number), result.to_json())
+    study.set_user_attr(f"repeat {number}", result.to_json())
 
 
 def comparisons(study: Attributed, numbers: Iterable[int]) -> dict[int, Comparison]:
     """{trial: its comparison with the baseline in turns}, for the trials of `numbers` that have one."""
     known = study.user_attrs
-    return {n: Comparison.from_json(known[_comparison(n)]) for n in numbers if _comparison(n) in known}
+    return {n: Comparison.from_json(known[f"comparison {n}"]) for n in numbers if f"comparison {n}" in known}
 
 
 def keep_comparison(study: Keeping, number: int, comparison: Comparison) -> None:
     """Keep the times of trial `number` in turns with the baseline."""
-    study.set_user_attr(_comparison(number), comparison.to_json())
+    study.set_user_attr(f"comparison {number}", comparison.to_json())
 
 
 def kept_proof(study: Attributed, number: int) -> Mapping[str, object] | None:
     """The gradient proof of trial `number` as JSON, or None before it is proven."""
-    return cast("Mapping[str, object] | None", study.user_attrs.get(_proof(number)))
+    return cast("Mapping[str, object] | None", study.user_attrs.get(f"proof {number}"))
 
 
 def keep_proof(study: Keeping, number: int, content: Mapping[str, object]) -> None:
-    study.set_user_attr(_proof(number), dict(content))
+    study.set_user_attr(f"proof {number}", dict(content))

@@ -18,10 +18,10 @@ import optuna
 from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.result import ProbeResult, ProbeSetup
 from autofit.recipe.recipe import merge
+from autofit.tuning.acquisition import Model
 from autofit.tuning.candidates import Ledger, Observation
 from autofit.tuning.comparison import PROBE_NOISE, alike
 from autofit.tuning.frontier import Trial
-from autofit.tuning.model import Model
 from autofit.tuning.record import keep_repeat
 from autofit.tuning.sampler import CandidateSampler
 from autofit.tuning.sentences import repeat_words

@@ -13,10 +13,9 @@ from threadpoolctl import ThreadpoolController
 
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.recipe.keys import TIERS
-from autofit.tuning.acquisition import Proposal, places_ahead, propose
+from autofit.tuning.acquisition import Model, Proposal, places_ahead, propose
 from autofit.tuning.candidates import Grid, Ledger, Mask, Observation
 from autofit.tuning.frontier import Goal, band_bytes, less_disturbed
-from autofit.tuning.model import Model
 from autofit.tuning.record import Stop, StopKind, repeats
 from autofit.tuning.study import to_trial
 

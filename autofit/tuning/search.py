@@ -31,9 +31,17 @@ from autofit.tuning.frontier import Foreseen, Goal, Trial, cost, measured, winne
 from autofit.tuning.record import Stop, StopKind, StudyRecord, keep_record, record_of, repeats
 from autofit.tuning.repeats import Prober, Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
-from autofit.tuning.sole_writer import SoleWriter
 from autofit.tuning.storage import me
-from autofit.tuning.study import FOR_FRONT, database_errors, note_candidate, open_storage, requeue, tell, to_trial
+from autofit.tuning.study import (
+    FOR_FRONT,
+    SoleWriter,
+    database_errors,
+    note_candidate,
+    open_storage,
+    requeue,
+    tell,
+    to_trial,
+)
 from autofit.units import format_bytes
 
 _SHOW_S = 0.5
@@ -360,12 +368,11 @@ class Search:
             return Stop(StopKind.BROKEN, "no probe ran to its end")
         if plan.max_trials is not None and len(frozen) >= plan.max_trials:
             return Stop(StopKind.TRIALS, f"{len(frozen)} of {plan.max_trials} trials are done")
-        if plan.plateau_trials is not None and self._since_improvement() >= plan.plateau_trials:
-            return Stop(StopKind.PLATEAU, f"the last {plan.plateau_trials} trials did not improve on the winner")
+        if plan.plateau_trials is not None:
+            since = since_improvement(self._trials(), goal=plan.goal, target_bytes=plan.limit_bytes)
+            if since >= plan.plateau_trials:
+                return Stop(StopKind.PLATEAU, f"the last {plan.plateau_trials} trials did not improve on the winner")
         return self._sampler.worth_another(self.study, min_gain_frac=plan.min_gain_frac if frozen else None)
-
-    def _since_improvement(self) -> int:
-        return since_improvement(self._trials(), goal=self.plan.goal, target_bytes=self.plan.limit_bytes)
 
     def _ask(self) -> None:
         for_front = self._sampler.wanted is not None
@@ -377,12 +384,9 @@ class Search:
             trial, tier=space.tier(candidate), changes=space.changes(candidate), yaml_changes=yaml_changes,
             needs=space.packages(candidate), for_front=for_front,
         )  # fmt: skip
-        self._submit(trial.number, merge(self.plan.recipe.values, yaml_changes))
-
-    def _submit(self, number: int, values: dict[str, object]) -> None:
-        folder = self._attempts(number).new_folder()
-        self._live[number] = folder  # before it starts: Ctrl-C comes the moment that it has
-        self._launcher.submit(self._setup.request(folder, values))
+        folder = self._attempts(trial.number).new_folder()
+        self._live[trial.number] = folder  # before it starts: Ctrl-C comes the moment that it has
+        self._launcher.submit(self._setup.request(folder, merge(self.plan.recipe.values, yaml_changes)))
 
     def _attempts(self, number: int) -> Attempts:
         return Attempts(home=self.plan.probes_folder, name=f"trial-{number:04d}")
@@ -395,17 +399,13 @@ class Search:
             for number, folder in list(self._live.items()):
                 if self._conclude(number, folder):
                     return
-                self._say_if_waiting(number, folder)
+                if folder not in self._said_waiting and (what := self._launcher.waits_for(folder)) is not None:
+                    self._said_waiting.add(folder)
+                    self.on_note(f"trial {number} waits for {what}")
             if self.on_progress is not None and time.monotonic() - shown > _SHOW_S:
                 self.on_progress(self._progress())
                 shown = time.monotonic()
             time.sleep(self._launcher.poll_s)
-
-    def _say_if_waiting(self, number: int, folder: Path) -> None:
-        """Say once of a probe that it waits for its turn on the device."""
-        if folder not in self._said_waiting and (what := self._launcher.waits_for(folder)) is not None:
-            self._said_waiting.add(folder)
-            self.on_note(f"trial {number} waits for {what}")
 
     def _conclude(self, number: int, folder: Path) -> bool:
         """Tell the result of trial `number` if there is one; True if the trial no longer occupies a probe slot."""

@@ -178,13 +178,6 @@ def step_bound_frac(promise: Promise) -> float:
     return NOISE_FRAC if promise.log_error is None else math.exp(promise.log_error) - 1
 
 
-def typical_s(promise: Promise, step_s: Sequence[float]) -> float | None:
-    """Seconds of an optimizer step as the promise states them: the median, or the mean where steps are not alike."""
-    if not step_s:
-        return None
-    return median(step_s) if promise.steps_alike else mean(step_s)
-
-
 def elsewhere(promise: Promise, actual: Actual) -> str:
     """Why bytes and seconds of the run say nothing about the promise: it is for another device. "" where it is not."""
     promised, own = promise.device_name.removesuffix(_SIMULATED), actual.device_name or actual.device
@@ -216,7 +209,9 @@ def _unmeasured_bytes(actual: Actual) -> str:
 
 
 def _speed_rows(promise: Promise, actual: Actual) -> tuple[Row, Row]:
-    step_s, why, more = typical_s(promise, actual.step_s), elsewhere(promise, actual), 1 + step_bound_frac(promise)
+    typical = median if promise.steps_alike else mean  # as the promise states them
+    step_s = typical(actual.step_s) if actual.step_s else None
+    why, more = elsewhere(promise, actual), 1 + step_bound_frac(promise)
     kept = None
     if not why and step_s is not None and promise.step_s is not None:
         kept = step_s <= more * promise.step_s

@@ -31,13 +31,6 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
         waiting.clear()
 
 
-def sync_lines(path: Path) -> None:
-    """Bring the lines of `path` to the disk, so that a machine that goes down keeps them. Raises OSError."""
-    if path.exists():
-        with path.open("ab") as file:
-            os.fsync(file.fileno())
-
-
 def _append_text(path: Path, text: str) -> None:
     """All of `text` or nothing: what a full disk took of it is cut off again."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -120,11 +113,14 @@ def forget_events_after(folder: Path, step: int) -> None:
     write_lines(folder / EVENTS, [e.to_json() for e in kept])
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The JSON objects of a file, one a line; a line that is none (torn by a kill) is skipped."""
+def read_lines(path: Path, *, most_bytes: int | None = None) -> list[dict[str, object]]:
+    """The JSON objects of a file, or at its end, one a line; a line that is none (torn by a kill) is skipped."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    with path.open("rb") as file:
+        if most_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        text = file.read().decode("utf-8", errors="replace")
     found = []
     for line in text[: text.rfind("\n") + 1].splitlines():
         try:
@@ -153,7 +149,9 @@ def keep_progress(folder: Path, line: Mapping[str, object]) -> None:
 
 def sync_progress(folder: Path) -> None:
     """Bring the logged steps to the disk, as a checkpoint that is proven stands for them. Raises OSError."""
-    sync_lines(folder / PROGRESS)
+    if (folder / PROGRESS).exists():
+        with (folder / PROGRESS).open("ab") as file:
+            os.fsync(file.fileno())
 
 
 def forget_progress_after(folder: Path, step: int) -> None:

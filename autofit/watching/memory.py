@@ -225,7 +225,6 @@ def _event(step: int, text: str, at_step: int, projected: int, limit_bytes: int,
 # read peaks of a full run from it, and not from `torch.cuda.max_memory_allocated`, which then tells the last window
 # only.
 
-
 _ALLOCATED, _RESERVED = "allocated_bytes", "reserved_bytes"
 _kept = {_ALLOCATED: 0, _RESERVED: 0}
 

@@ -52,7 +52,8 @@ class MicroBatches(TrainerCallback):  # type: ignore[misc]
         self._shape = (0, 0)
         self._taken: list[MicroBatch] = []
         self._stopped = False
-        self._handle = None if _is_compiled(trainer) else _embeddings(trainer.model, self._look)
+        compiled = getattr(trainer.args, "torch_compile", False)
+        self._handle = None if compiled else _embeddings(trainer.model, self._look)
         trainer.add_callback(self)
 
     def taken(self) -> list[MicroBatch]:
@@ -89,10 +90,6 @@ class MicroBatches(TrainerCallback):  # type: ignore[misc]
             shape = tuple(arguments[0].shape)
             if shape[0] * shape[1] > self._shape[0] * self._shape[1]:
                 self._shape = shape
-
-
-def _is_compiled(trainer: Any) -> bool:
-    return bool(getattr(trainer.args, "torch_compile", False))
 
 
 def _embeddings(model: Any, look: Any) -> Any:

@@ -153,7 +153,8 @@ def progress_of(lines: Sequence[Mapping[str, object]]) -> RunProgress | None:
     recent, last = [*lines][-_WINDOW:], lines[-1]
     timed = _of_this_start(recent)
     kind = next((key for key in _MEMORY if last.get(key) is not None), None)
-    found = _reward_trend(recent)
+    rewards = [(float(_whole(line, "step")), _number(line, "reward")) for line in recent]
+    found = trend([(step, reward) for step, reward in rewards if reward is not None])
     return RunProgress(
         step=_whole(last, "step"), last_step=_whole(last, "max_steps"), step_s=_step_s(timed), eta_s=_eta_s(timed),
         tokens_per_s=_tokens_per_s(timed), reward=_number(last, "reward"),
@@ -241,11 +242,6 @@ def _tokens_per_s(lines: Sequence[Mapping[str, object]]) -> float | None:
     if len(counted) < 2 or counted[-1][0] <= counted[0][0]:
         return None
     return (counted[-1][1] - counted[0][1]) / (counted[-1][0] - counted[0][0])
-
-
-def _reward_trend(lines: Sequence[Mapping[str, object]]) -> Trend | None:
-    rewards = [(float(_whole(line, "step")), _number(line, "reward")) for line in lines]
-    return trend([(step, reward) for step, reward in rewards if reward is not None])
 
 
 def _number(line: Mapping[str, object], key: str) -> float | None:

@@ -99,7 +99,8 @@ def read_guards(given: StatedGuards | None = None) -> tuple[Guard, ...]:
 
     Raises ConfigError that names everything wrong in it.
     """
-    ours = _defaults()
+    with resources.as_file(resources.files("autofit.watching") / "guards.yaml") as own:
+        ours = read_yaml_mapping(own, what="guards file")
     if given is None:
         return _guards(ours, ours, "autofit's own guards")
     if given == "off":
@@ -117,11 +118,6 @@ def guards_of(recorded: object) -> tuple[Guard, ...]:
     if not isinstance(recorded, list):
         return read_guards()
     return tuple(Guard.from_json(content) for content in recorded)
-
-
-def _defaults() -> dict[str, object]:
-    with resources.as_file(resources.files("autofit.watching") / "guards.yaml") as path:
-        return read_yaml_mapping(path, what="guards file")
 
 
 def _laid_over(ours: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:

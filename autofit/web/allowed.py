@@ -243,7 +243,6 @@ def _list(key: str, value: object) -> object:
 
 # -- what was pasted, as files ----------------------------------------------------------------------------------------
 
-
 SUFFIXES = (".sh", ".yaml")  # of the file of a training
 # Keys that name code, files or other models.
 _DROPPED = ("auto_map", "_name_or_path", "_commit_hash", "custom_pipelines", "quantization_config", "name_or_path")

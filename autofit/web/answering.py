@@ -20,8 +20,7 @@ from autofit.api.events import Event
 from autofit.api.reading import source_of
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line, quoted, told
 from autofit.fakegpu.specs import GpuSpec, gpu_spec
-from autofit.forecast.advice import Advice
-from autofit.forecast.advice_text import advice_lines, float32_words
+from autofit.forecast.advice import Advice, advice_lines, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import Estimator, crash_of
 from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes

@@ -11,7 +11,7 @@ from typing import cast
 
 import autofit
 from autofit.files import write_json
-from autofit.forecast.advice_text import then_lines
+from autofit.forecast.advice import then_lines
 from experiments.field.threads import Thread, read_seeds, read_threads
 
 REWARD = {"reward_funcs": ["think_format_reward"]}  # TRL's own; where a thread has others, they need no memory either

@@ -98,7 +98,7 @@ def train_in_full(request_path: str) -> int:
     from autofit.plugin.protocol import LOAD, Task
     from autofit.plugin.registry import load
     from autofit.probing.memory import CpuMemory, merged
-    from autofit.probing.phases import PhaseRecorder
+    from autofit.probing.worker import PhaseRecorder
 
     asked: Any = read_json(Path(request_path))
     output, memory = Path(asked["output"]), CpuMemory(None)
@@ -122,7 +122,7 @@ def train_in_full(request_path: str) -> int:
 
 def _until(recorder: Any, last: int) -> Any:
     from autofit.plugin.protocol import Control
-    from autofit.probing.phases import Followed
+    from autofit.probing.worker import Followed
 
     class Until(Followed):
         """Saves and stops after step number `last`."""

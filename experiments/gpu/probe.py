@@ -9,9 +9,8 @@ from autofit.files import write_json
 from autofit.plugin.protocol import LOAD, Control, Run, Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.memory import Memory, memory_of, merged, tops
-from autofit.probing.phases import PhaseRecorder, StepClock
 from autofit.probing.result import ProbeRequest, is_oom
-from autofit.probing.worker import rank_of
+from autofit.probing.worker import PhaseRecorder, StepClock, rank_of
 from autofit.recipe.launch import split
 from autofit.recipe.secrets import into_environment
 from gpu.folder import Row

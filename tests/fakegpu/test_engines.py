@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from autofit.fakegpu import FakeGpuError
 from autofit.fakegpu.engines.forward import Batch, Decoder, PagedBatching, collective_seconds
-from autofit.fakegpu.engines.schedule import Scheduler, Stretch
-from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.engines.vllm import Scheduler, Stretch, VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 
 QWEN3_4B = Decoder(

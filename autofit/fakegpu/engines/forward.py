@@ -210,7 +210,9 @@ class Forward:
 
     def moving(self, nbytes: Floats, times: int = 1) -> Floats:
         """Seconds of `times` kernels that move `nbytes` each; few bytes are still in the cache."""
-        return np.asarray(times * np.maximum(self.kernels.warm(nbytes / self._bandwidth), self.kernels.shortest_s))
+        return np.asarray(
+            times * np.maximum(self.kernels.warm(nbytes / self.kernels.bandwidth_bytes_per_s), self.kernels.shortest_s)
+        )
 
     # ------------------------------------------------------------------ the parts of a layer
     def _attention_products(self) -> tuple[tuple[int, int], ...]:
@@ -303,10 +305,6 @@ class Forward:
         rate = self.kernels.spec.half_flops_per_s  # the engine's kernels are those that were measured
         return self.kernels.measured("attention", "engine", of, rate=rate, item_bytes=ITEM, causal=False)
 
-    @property
-    def _bandwidth(self) -> float:
-        return self.kernels.bandwidth_bytes_per_s
-
 
 # -- continuous batching of transformers ------------------------------------------------------------------------------
 # Facts are those of transformers 5.23 (`generation/continuous_batching`), with scaled-dot-product attention. Every
@@ -314,7 +312,6 @@ class Forward:
 # them for grouped queries, and attends to all of them under a dense mask. The model's own kernels are launched one by
 # one from Python. The cache takes `max_memory_percent` of the memory that torch has not reserved; a new one is made
 # for each generation and freed after it.
-
 
 STEP_TOKENS = 8192  # PagedAttentionMemoryHandler._default_max_batch_tokens
 LAUNCHES = 8  # further launches a layer: writes and reads of the cache, and the repetition of keys and values
@@ -356,7 +353,8 @@ class PagedBatching:
         at_once, mean = math.ceil(len(prompts) / waves), sum(prompts) / len(prompts)
         steps = np.array([0.113, 0.5, 0.887]) * tokens  # Gauss-Legendre nodes
         weights = np.array([5, 8, 5]) / 18
-        attention = float(weights @ self._attention_s(at_once * np.ones(3), mean + steps)) * tokens * waves
+        each = self._paged_s(at_once * np.ones(3), at_once * (mean + steps + 1.0))
+        attention = float(weights @ each) * tokens * waves
         launches = LAUNCHES * self.decoder.layers * self.costs.launch_s
         return self._prompts_s(sum(prompts)) + attention + tokens * (waves * launches + (waves - 1) * self.step_s)
 
@@ -368,9 +366,6 @@ class PagedBatching:
         none = np.zeros_like(sizes)
         each = self._forward.layers_s(Batch(none, none, none, none, none), sizes) + self._paged_s(sizes, sizes)
         return float(often @ each)
-
-    def _attention_s(self, sequences: Floats, context: Floats) -> Floats:
-        return self._paged_s(sequences, sequences * (context + 1.0))
 
     def _paged_s(self, queries: Floats, keys: Floats) -> Floats:
         """Seconds in all layers of `queries` tokens that attend to `keys` packed tokens under a mask."""

@@ -51,16 +51,9 @@ class Attention:
     instead: Callable[..., Any] | None = None  # tried first; NotImplemented for tensors that it does not take
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
         if not isinstance(query, FakeTensor):
             whole = _SDPA.decompose(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -92,16 +85,9 @@ class Attention:
         return cast("torch.Tensor", out[0])
 
     def select(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        dropout_p: float,
-        is_causal: bool,
-        gqa: bool,
-    ) -> Kernel:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *,
+        dropout_p: float, is_causal: bool, gqa: bool,
+    ) -> Kernel:  # fmt: skip
         """The first kernel in torch's priority order that is enabled and supports these tensors."""
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4 or 0 in (*query.shape, *key.shape):
             return "math"
@@ -118,15 +104,9 @@ class Attention:
         return next(kernel for kernel in order if usable[kernel])
 
     def _flash_can(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        gqa: bool,
-    ) -> bool:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float,
+        is_causal: bool, gqa: bool,
+    ) -> bool:  # fmt: skip
         dim = query.shape[-1]
         if query.dtype not in _HALF or self.capability < (8, 0) or mask is not None:
             return False
@@ -180,15 +160,9 @@ def _flash(
 
 
 def _math(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, gqa: bool,
+) -> torch.Tensor:  # fmt: skip
     """_scaled_dot_product_attention_math. torch's own code adds the mask out of place when the tensors are fake."""
     dtype, precise = query.dtype, query
     if dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():

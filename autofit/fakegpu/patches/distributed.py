@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -36,7 +37,7 @@ def data_parallel(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     reducer = type("Reducer", (BucketReducer,), {"layers": gpu.layers, "mark": staticmethod(gpu.memory.mark)})
     yield distributed, "Reducer", reducer, reason
     yield distributed, "Logger", SilentLogger, reason
-    broadcast = broadcast_in_flat_buffers(gpu.layers, untouched(vars(distributed)["_broadcast_coalesced"]))
+    broadcast = partial(broadcast_in_flat_buffers, gpu.layers, untouched(vars(distributed)["_broadcast_coalesced"]))
     yield distributed, "_broadcast_coalesced", broadcast, "few layers stand for many"
     yield module, "_get_device_index", always(0), "a rank sees one card, whatever its number"
     yield module, "_verify_param_shape_across_processes", lambda *args, **kwargs: None, reason
@@ -68,19 +69,17 @@ def collectives(gpu: FakeGpu) -> Iterable[Target]:
     def tensor_to_object(*args: object) -> object:
         return copy.deepcopy(given[0]) if given else None
 
-    yield torch.Tensor, "data_ptr", _address(untouched(torch.Tensor.data_ptr)), "accelerate knows parameters by it"
+    address = partial(_address, untouched(torch.Tensor.data_ptr))
+    yield torch.Tensor, "data_ptr", address, "accelerate knows parameters by it"
     reason = "an object of another rank is a copy of this rank's"
     yield module, "_object_to_tensor", object_to_tensor, reason
     yield module, "_tensor_to_object", tensor_to_object, reason
 
 
-def _address(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
-    def data_ptr(tensor: torch.Tensor) -> int:
-        if not isinstance(tensor, FakeTensor):
-            return original(tensor)
-        return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset()) * tensor.element_size()
-
-    return data_ptr
+def _address(original: Callable[[torch.Tensor], int], tensor: torch.Tensor) -> int:
+    if not isinstance(tensor, FakeTensor):
+        return original(tensor)
+    return int(tensor.untyped_storage()._cdata) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 class _RankValues:
@@ -129,15 +128,13 @@ def waits_for_collectives(gpu: FakeGpu) -> Iterable[Target]:
 
     for owner in (Work, FakeWork):
         if "wait" in vars(owner):
-            yield owner, "wait", _waiting(gpu, untouched(owner.wait)), "a stream must wait on the simulated clock"
+            waiting = partial(_waiting, gpu, untouched(owner.wait))
+            yield owner, "wait", waiting, "a stream must wait on the simulated clock"
 
 
-def _waiting(gpu: FakeGpu, original: Callable[..., bool]) -> Callable[..., bool]:
-    def wait(work: object, *args: object, **kwargs: object) -> bool:
-        gpu.clock.wait(gpu.memory.stream, gpu.clock.communicated())
-        return original(work, *args, **kwargs)
-
-    return wait
+def _waiting(gpu: FakeGpu, original: Callable[..., bool], work: object, *args: object, **kwargs: object) -> bool:
+    gpu.clock.wait(gpu.memory.stream, gpu.clock.communicated())
+    return original(work, *args, **kwargs)
 
 
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -145,12 +142,8 @@ def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     owner = module.ShardingPropagator
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         if name in vars(owner):
-            yield (
-                owner,
-                name,
-                _untracked(gpu.tracer, untouched(vars(owner)[name])),
-                "its fakes are no memory of the card",
-            )
+            untracked = partial(_untracked, gpu.tracer, untouched(vars(owner)[name]))
+            yield owner, name, untracked, "its fakes are no memory of the card"
 
 
 def sharded_layers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -169,16 +162,16 @@ def sharded_layers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 def flat_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Categorise a rank's share of FSDP1's flat parameters as weights."""
     owner = module.FlatParamHandle
-    shard = _then(gpu, untouched(owner.shard), lambda handle: handle.flat_param, "weights")
+    shard = partial(_then, gpu, untouched(owner.shard), lambda handle: handle.flat_param, "weights")
     yield owner, "shard", shard, "names the weights in the timeline"
 
 
 def parameter_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Categorise a rank's share of FSDP2's parameters as weights, and what it keeps between two micro-batches."""
     owner = module.FSDPParam
-    init = _then(gpu, untouched(owner._init_sharded_param), lambda share: share._sharded_param_data, "weights")
+    init = partial(_then, gpu, untouched(owner._init_sharded_param), lambda share: share._sharded_param_data, "weights")
     yield owner, "_init_sharded_param", init, "names the weights in the timeline"
-    kept = _then(gpu, untouched(owner.to_accumulated_grad_if_needed), _kept_gradient, "gradients")
+    kept = partial(_then, gpu, untouched(owner.to_accumulated_grad_if_needed), _kept_gradient, "gradients")
     yield owner, "to_accumulated_grad_if_needed", kept, "names the whole gradients in the timeline"
 
 
@@ -190,27 +183,21 @@ def _kept_gradient(share: Any) -> torch.Tensor | None:
 
 
 def _then(
-    gpu: FakeGpu, original: Callable[..., object], made: Callable[[Any], torch.Tensor | None], category: str
-) -> Callable[..., object]:
+    gpu: FakeGpu, original: Callable[..., object], made: Callable[[Any], torch.Tensor | None], category: str,
+    owner: object, *args: object, **kwargs: object,
+) -> None:  # fmt: skip
     """`original`, after which what it has made is of this category."""
-
-    def call(owner: object, *args: object, **kwargs: object) -> None:
-        original(owner, *args, **kwargs)
-        if (tensor := made(owner)) is not None:
-            gpu.memory.mark(tensor, category)
-
-    return call
+    original(owner, *args, **kwargs)
+    if (tensor := made(owner)) is not None:
+        gpu.memory.mark(tensor, category)
 
 
-def _untracked(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
-    def propagate(*args: object, **kwargs: object) -> object:
-        before, tracer.paused = tracer.paused, True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            tracer.paused = before
-
-    return propagate
+def _untracked(tracer: Tracer, original: Callable[..., object], *args: object, **kwargs: object) -> object:
+    before, tracer.paused = tracer.paused, True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        tracer.paused = before
 
 
 # Models that FSDP shards whole, with several layers in one group, as TRL does with a reference model under FSDP2.
@@ -324,7 +311,7 @@ def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     owner, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
     if gpu.layers is not None:
         yield owner, "__init__", _refusing(gpu.layers, untouched(owner.__init__)), _WHY
-        yield owner, name, _owned(gpu.layers, untouched(vars(owner)[name])), _WHY
+        yield owner, name, partial(_owned, gpu.layers, untouched(vars(owner)[name])), _WHY
 
 
 class _Hooks(NamedTuple):
@@ -384,20 +371,18 @@ def fsdp2_hooks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
         ("pre_forward", lambda: hooks.forward), ("pre_backward", lambda: hooks.before_backward),
         ("post_backward", lambda: hooks.after_backward),
     ):  # fmt: skip
-        yield owner, name, _working(gpu, untouched(vars(owner)[name]), cost), _HOOKS_WHY
+        yield owner, name, partial(_working, gpu, untouched(vars(owner)[name]), cost), _HOOKS_WHY
 
 
 def _working(
-    gpu: FakeGpu, original: Callable[..., object], cost: Callable[[], tuple[float, float]]
-) -> Callable[..., object]:
-    def hook(group: Any, *args: object, **kwargs: object) -> object:
-        before = group._training_state
-        found = original(group, *args, **kwargs)
-        if group._training_state is not before:  # else it was here already, for another of the module's outputs
-            _work(gpu, cost(), len(group.fsdp_params), deep=_at_full_depth(gpu, group))
-        return found
-
-    return hook
+    gpu: FakeGpu, original: Callable[..., object], cost: Callable[[], tuple[float, float]], group: Any, *args: object,
+    **kwargs: object,
+) -> object:  # fmt: skip
+    before = group._training_state
+    found = original(group, *args, **kwargs)
+    if group._training_state is not before:  # else it was here already, for another of the module's outputs
+        _work(gpu, cost(), len(group.fsdp_params), deep=_at_full_depth(gpu, group))
+    return found
 
 
 def _flat_weights(handle: Any) -> int:
@@ -419,14 +404,11 @@ def _work(gpu: FakeGpu, cost: tuple[float, float], weights: int, *, deep: float 
         gpu.clock.host_work(few, deep=all_)
 
 
-def _owned(layers: LayerRecorder, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def allocated(handle: Any) -> torch.Tensor:
-        whole = original(handle)
-        if not layers.code() and (code := layers.of(handle.flat_param)):  # all layers are gathered, one by one
-            layers.give(whole, code)
-        return whole
-
-    return allocated
+def _owned(layers: LayerRecorder, original: Callable[..., torch.Tensor], handle: Any) -> torch.Tensor:
+    whole = original(handle)
+    if not layers.code() and (code := layers.of(handle.flat_param)):  # all layers are gathered, one by one
+        layers.give(whole, code)
+    return whole
 
 
 def _refusing(layers: LayerRecorder, original: Callable[..., None]) -> Callable[..., None]:

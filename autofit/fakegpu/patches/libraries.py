@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,19 +118,20 @@ def save_pretrained(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     for name in ("PreTrainedModel", "PeftModel"):
         owner = getattr(module, name, None)
         if owner is not None and owner.__module__ == module.__name__:
-            yield owner, "save_pretrained", _save_model(untouched(owner.save_pretrained)), "fakes have no bytes to save"
+            save = partial(_save_model, untouched(owner.save_pretrained))
+            yield owner, "save_pretrained", save, "fakes have no bytes to save"
 
 
-def _save_model(original: Callable[..., object]) -> Callable[..., object]:
-    def save(model: torch.nn.Module, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
-        if not any(isinstance(p, FakeTensor) for p in model.parameters()):
-            original(model, save_directory, *args, **kwargs)
-            return
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model.safetensors").touch()
-
-    return save
+def _save_model(
+    original: Callable[..., object], model: torch.nn.Module, save_directory: str | os.PathLike[str], *args: object,
+    **kwargs: object,
+) -> None:  # fmt: skip
+    if not any(isinstance(p, FakeTensor) for p in model.parameters()):
+        original(model, save_directory, *args, **kwargs)
+        return
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").touch()
 
 
 def adamss_clusters(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -177,23 +179,16 @@ def transformers_cache(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """Categorise allocations in the `update` of a cache layer as KV cache."""
     for layer in vars(module).values():
         if isinstance(layer, type) and "update" in vars(layer) and layer.__name__.endswith("Layer"):
-            yield (
-                layer,
-                "update",
-                _as_cache(gpu.memory, untouched(vars(layer)["update"])),
-                "names the KV cache in the timeline",
-            )
+            labelled = partial(_as_cache, gpu.memory, untouched(vars(layer)["update"]))
+            yield layer, "update", labelled, "names the KV cache in the timeline"
 
 
-def _as_cache(memory: SimulatedMemory, update: Callable[..., object]) -> Callable[..., object]:
-    def labelled(*args: object, **kwargs: object) -> object:
-        before, memory.category = memory.category, "KV cache"
-        try:
-            return update(*args, **kwargs)
-        finally:
-            memory.category = before
-
-    return labelled
+def _as_cache(memory: SimulatedMemory, update: Callable[..., object], *args: object, **kwargs: object) -> object:
+    before, memory.category = memory.category, "KV cache"
+    try:
+        return update(*args, **kwargs)
+    finally:
+        memory.category = before
 
 
 def triton_launches(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -350,7 +345,6 @@ def of_the_hub(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 # Replaced are three things that cannot run on fakes: what it asks the driver, the C++ of its Adam on the host, and
 # the check of gradients for infinity, whose result would be unknown (a step that is skipped is not the worst case).
 
-
 _FINITE = "values are not known, and a step skipped for infinite gradients needs less memory"
 HOST_ADAM_NOTE = (
     "the seconds of DeepSpeed's Adam on the host are not counted: they depend on the processors and memory of the host"
@@ -389,7 +383,7 @@ def finite_gradients(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     for name in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         owner = getattr(module, name, None)
         if owner is not None:
-            yield owner, "has_overflow", _finds_none(untouched(owner.has_overflow)), _FINITE
+            yield owner, "has_overflow", partial(_finds_none, untouched(owner.has_overflow)), _FINITE
 
 
 def same_on_all_ranks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
@@ -400,15 +394,12 @@ def same_on_all_ranks(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 def finite_norms(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     yield module, "is_invalid_grad_norm", lambda norm: False, _FINITE
     owner = module.CheckOverflow  # of the optimizers without ZeRO
-    yield owner, "has_overflow", _finds_none(untouched(owner.has_overflow)), _FINITE
+    yield owner, "has_overflow", partial(_finds_none, untouched(owner.has_overflow)), _FINITE
 
 
-def _finds_none(original: Callable[..., object]) -> Callable[..., bool]:
-    def has_overflow(*args: object, **kwargs: object) -> bool:
-        original(*args, **kwargs)
-        return False
-
-    return has_overflow
+def _finds_none(original: Callable[..., object], *args: object, **kwargs: object) -> bool:
+    original(*args, **kwargs)
+    return False
 
 
 class HostAdam:

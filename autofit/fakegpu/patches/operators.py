@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import cast
@@ -15,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import launch
-from autofit.fakegpu.patches.redirect import Undo, untouched
+from autofit.fakegpu.patches.redirect import Target, Undo, untouched
 from autofit.fakegpu.specs import Launch
-from autofit.fakegpu.tracer import Handler, Tracer
+from autofit.fakegpu.tracer import Tracer
 
 aten = torch.ops.aten
 
@@ -40,9 +41,9 @@ def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
                 handlers[getattr(packet, overload)] = lambda args, kwargs: None  # in place, without scratch
     accumulation_in_place(gpu.tracer)
     if gpu.mode == "cuda":
-        handlers[_UNSCALE] = _unscaled(gpu)
+        handlers[_UNSCALE] = partial(_unscaled, gpu)
         for function in (aten.convolution.default, aten.convolution_backward.default):
-            handlers[function] = _noted(gpu, function, _CONVOLUTION_NOTE)
+            handlers[function] = partial(_noted, gpu, function, _CONVOLUTION_NOTE)
         yield torch._C, "_select_conv_backend", _convolution_backend, "the CUDA build asks a driver that may be missing"
 
 
@@ -60,27 +61,20 @@ def _convolution_backend(
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-def _unscaled(gpu: FakeGpu) -> Callable[[Sequence[object], Mapping[str, object]], object]:
+def _unscaled(gpu: FakeGpu, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """The loss scaling of float16 refuses gradients in bfloat16, as its kernel does (AmpKernels.cu)."""
-
-    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        if any(gradient.dtype is torch.bfloat16 for gradient in cast("Sequence[torch.Tensor]", args[0])):
-            raise NotImplementedError(
-                "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-            )
-        shortcut = gpu.tracer.shortcut
-        return shortcut.run(_UNSCALE, args, kwargs) if shortcut else _UNSCALE(*args, **kwargs)
-
-    return run
+    if any(gradient.dtype is torch.bfloat16 for gradient in cast("Sequence[torch.Tensor]", args[0])):
+        raise NotImplementedError("\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'")
+    shortcut = gpu.tracer.shortcut
+    return shortcut.run(_UNSCALE, args, kwargs) if shortcut else _UNSCALE(*args, **kwargs)
 
 
-def _noted(gpu: FakeGpu, function: OpOverload, text: str) -> Callable[[Sequence[object], Mapping[str, object]], object]:
-    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        gpu.note(text)
-        shortcut = gpu.tracer.shortcut
-        return shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
-
-    return run
+def _noted(
+    gpu: FakeGpu, function: OpOverload, text: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    gpu.note(text)
+    shortcut = gpu.tracer.shortcut
+    return shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
 
 
 def other_ways(note: Callable[[str], None]) -> Iterable[tuple[object, str, object, str]]:
@@ -124,7 +118,7 @@ def accumulation_in_place(tracer: Tracer) -> None:
     if hasattr(torch.Tensor, "_use_count"):
         tracer.handlers[aten.add.Tensor] = add
     for function in _INTO_ZEROS:
-        tracer.handlers[function] = _into_zeros(tracer, function)
+        tracer.handlers[function] = partial(_into_zeros, tracer, function)
 
 
 _INTO_ZEROS = (
@@ -133,18 +127,14 @@ _INTO_ZEROS = (
 )  # fmt: skip
 
 
-def _into_zeros(tracer: Tracer, function: OpOverload) -> Handler:
+def _into_zeros(tracer: Tracer, function: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """A backward's `zeros.scatter_add(...)`, whose result takes over the memory of the zeros."""
-
-    def run(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        shortcut = tracer.shortcut
-        taken = isinstance(args[0], FakeTensor) and _by_engine() and _only_tensor_of_its_storage(args[0])
-        out = shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
-        if taken:
-            tracer.memory.take_over(cast("torch.Tensor", out), cast("torch.Tensor", args[0]))
-        return out
-
-    return run
+    shortcut = tracer.shortcut
+    taken = isinstance(args[0], FakeTensor) and _by_engine() and _only_tensor_of_its_storage(args[0])
+    out = shortcut.run(function, args, kwargs) if shortcut else function(*args, **kwargs)
+    if taken:
+        tracer.memory.take_over(cast("torch.Tensor", out), cast("torch.Tensor", args[0]))
+    return out
 
 
 def _by_engine() -> bool:
@@ -169,16 +159,13 @@ def _only_tensor_of_its_storage(tensor: torch.Tensor) -> bool:
 
 def factories() -> Iterable[tuple[object, str, object, str]]:
     """Patches of torch's constructors from Python values."""
-    yield torch, "tensor", _tensor(untouched(torch.tensor)), "the values of fakes are read in Python"
+    yield torch, "tensor", partial(_tensor, untouched(torch.tensor)), "the values of fakes are read in Python"
 
 
-def _tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def tensor(data: object, *args: object, **kwargs: object) -> torch.Tensor:
-        if isinstance(data, (list, tuple)) and any(isinstance(value, FakeTensor) for value in data):
-            data = [value.item() if isinstance(value, FakeTensor) and not value.dim() else value for value in data]
-        return original(data, *args, **kwargs)
-
-    return tensor
+def _tensor(original: Callable[..., torch.Tensor], data: object, *args: object, **kwargs: object) -> torch.Tensor:
+    if isinstance(data, (list, tuple)) and any(isinstance(value, FakeTensor) for value in data):
+        data = [value.item() if isinstance(value, FakeTensor) and not value.dim() else value for value in data]
+    return original(data, *args, **kwargs)
 
 
 # Operators that a CUDA build runs in other parts than this build does on fake tensors, made to run as on CUDA.
@@ -278,3 +265,171 @@ def _patches(input: torch.Tensor, *how: Sequence[int]) -> torch.Tensor:
 
 def _never_runs(*args: object, **kwargs: object) -> object:
     raise RuntimeError("a simulated card has no kernels; this operator was called without fake tensors")
+
+
+# -- recurrent layers as a CUDA build runs them: one cuDNN call for a whole padded or packed sequence ------------------
+# On fakes torch runs its own step-by-step loop; a CUDA build uses other kernels, some without a fake implementation.
+# Follows `_cudnn_rnn` and `_cudnn_rnn_backward` in aten/src/ATen/native/cudnn/RNN.cpp. The size of its reserve space
+# (data kept for backward) is not documented. It is estimated from the mathematics: gates, cells, the hidden states
+# between layers and dropout masks. `gpu.notes` says that it is an estimate.
+
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_KEPT = {"lstm": 5, "gru": 4, "rnn_tanh": 1, "rnn_relu": 1}  # kept per step, in hidden sizes: gates, cell or candidate
+_RESERVE_NOTE = "what cuDNN's recurrent layers keep for backward (reserve space) is estimated from the mathematics"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """The sizes of one call: `rows` is batch times steps, or the rows of a packed sequence."""
+
+    kind: str
+    rows: int
+    layers: int
+    directions: int
+    hidden: int
+    out: int
+    dropout: float
+    training: bool
+    batch_first: bool
+
+    @property
+    def reserve_elements(self) -> int:
+        if not self.training:
+            return 0
+        between = (self.layers - 1) * self.directions * self.out * (2 if self.dropout else 1)
+        return self.rows * (self.layers * self.directions * _KEPT[self.kind] * self.hidden + between)
+
+
+class _CudnnRnn(torch.autograd.Function):
+    """Allocates the tensors that `_cudnn_rnn` makes and keeps, without values."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        gpu: FakeGpu,
+        shape: _Shape,
+        x: torch.Tensor,
+        *states_and_weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        states = states_and_weights[: 2 if shape.kind == "lstm" else 1]
+        weights = states_and_weights[len(states) :]
+        sequence = x.transpose(0, 1).contiguous() if shape.batch_first else x.contiguous()
+        out = sequence.new_empty((*sequence.shape[:-1], shape.out * shape.directions))
+        ends = tuple(torch.empty_like(s) for s in states)
+        reserve = x.new_empty(shape.reserve_elements)
+        _spend(gpu, shape, weights, times=1)
+        out = out.transpose(0, 1) if shape.batch_first else out
+        ctx.save_for_backward(x, out, reserve, *states, *weights)
+        ctx.call = gpu, shape  # type: ignore[attr-defined]
+        return out, *ends
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gpu, shape = ctx.call  # type: ignore[attr-defined]
+        x, _, _, *rest = ctx.saved_tensors  # type: ignore[attr-defined]
+        count = 2 if shape.kind == "lstm" else 1
+        states, weights = rest[:count], rest[count:]
+        sequence = x.transpose(0, 1).contiguous() if shape.batch_first else x.contiguous()
+        flowing = grads[0].transpose(0, 1).contiguous() if shape.batch_first else grads[0].contiguous()
+        into_x = torch.empty_like(sequence)
+        into_states = [torch.empty_like(s) for s in states]
+        flat = x.new_zeros(sum(w.numel() for w in weights))
+        into_weights, offset = [], 0
+        for weight in weights:
+            into_weights.append(flat[offset : offset + weight.numel()].view(weight.shape))
+            offset += weight.numel()
+        _spend(gpu, shape, weights, times=2)
+        del sequence, flowing
+        into_x = into_x.transpose(0, 1) if shape.batch_first else into_x
+        return None, None, into_x, *into_states, *into_weights
+
+
+def _spend(gpu: FakeGpu, shape: _Shape, weights: Sequence[torch.Tensor], *, times: int) -> None:
+    """Charge the clock for the matrix products of one call, as one kernel."""
+    flops = 2 * shape.rows * sum(w.numel() for w in weights if w.dim() == 2) * times
+    nbytes = sum(w.numel() * w.element_size() for w in weights) * times
+    half = weights[0].dtype in (torch.float16, torch.bfloat16)
+    gpu.clock.kernel(flops=flops, nbytes=nbytes, rate=gpu.spec.half_flops_per_s if half else gpu.spec.fp32_flops_per_s)
+
+
+def _layer(gpu: FakeGpu, kind: str, original: Callable[..., object], x: torch.Tensor, *args: object) -> object:
+    """`torch._VF.lstm` and the other recurrent layers, for padded and for packed sequences."""
+    packed = isinstance(args[0], torch.Tensor) and isinstance(args[2], (list, tuple))
+    if not isinstance(x, FakeTensor) or (x.device.type != "cuda" and not packed):
+        return original(x, *args)
+    hx, weights, _bias, layers, dropout, training, bidirectional, *first = args[1:] if packed else args
+    states = tuple(cast("Sequence[torch.Tensor]", hx)) if kind == "lstm" else (cast("torch.Tensor", hx),)
+    given = cast("Sequence[torch.Tensor]", weights)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, states = x.to(dtype), tuple(s.to(dtype) for s in states)
+        given = [w.to(dtype) for w in given]
+    shape = _Shape(
+        kind=kind,
+        rows=x.numel() // x.shape[-1],
+        layers=cast("int", layers),
+        directions=2 if bidirectional else 1,
+        hidden=states[-1].shape[-1],
+        out=states[0].shape[-1],
+        dropout=cast("float", dropout),
+        training=bool(training),
+        batch_first=bool(first and first[0]),
+    )
+    gpu.note(_RESERVE_NOTE)
+    return _CudnnRnn.apply(gpu, shape, x, *states, *given)  # type: ignore[no-untyped-call]
+
+
+def _pack(original: Callable[..., object], x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> object:
+    """`_pack_padded_sequence`: rows of all steps, longest sequences first; torch's version reads tensor memory."""
+    if not isinstance(x, FakeTensor):
+        return original(x, lengths, batch_first)
+    x = x.transpose(0, 1) if batch_first else x
+    steps, count = x.shape[:2]
+    wanted = [int(n) for n in lengths.tolist()]
+    sizes = [sum(n > step for n in wanted) for step in range(min(steps, max(wanted)))]
+    rows = [step * count + i for step, size in enumerate(sizes) for i in range(size)]
+    flat = x.reshape(steps * count, *x.shape[2:])
+    return flat.index_select(0, torch.tensor(rows).to(x.device)), torch.tensor(sizes)
+
+
+def _pad(
+    original: Callable[..., object], data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool,
+    padding_value: float, total_length: int,
+) -> object:  # fmt: skip
+    """`_pad_packed_sequence`: the rows as a padded batch again, and the lengths."""
+    if not isinstance(data, FakeTensor):
+        return original(data, batch_sizes, batch_first, padding_value, total_length)
+    sizes = [int(n) for n in batch_sizes.tolist()]
+    steps, count = max(len(sizes), total_length), sizes[0]
+    rows = [step * count + i for step, size in enumerate(sizes) for i in range(size)]
+    blank = data.new_full((steps * count, *data.shape[1:]), padding_value)
+    out = blank.index_copy(0, torch.tensor(rows).to(data.device), data).view(steps, count, *data.shape[1:])
+    lengths = torch.tensor([sum(size > i for size in sizes) for i in range(count)])
+    return (out.transpose(0, 1) if batch_first else out), lengths
+
+
+def recurrent_layers(gpu: FakeGpu) -> Iterable[Target]:
+    """Patches of `torch._VF`, which `nn.LSTM`, `nn.GRU` and `nn.RNN` call."""
+    reason = "a CUDA build runs cuDNN, which fakes do not reach"
+    for kind in _GATES:
+        yield torch._VF, kind, partial(_layer, gpu, kind, untouched(getattr(torch._VF, kind))), reason
+    yield torch._VF, "_pack_padded_sequence", partial(_pack, untouched(torch._VF._pack_padded_sequence)), reason
+    yield torch._VF, "_pad_packed_sequence", partial(_pad, untouched(torch._VF._pad_packed_sequence)), reason
+    if gpu.mode == "cuda":
+        yield torch.backends.cudnn, "is_acceptable", lambda tensor: True, "a card has cuDNN"
+    gpu.tracer.handlers[aten._thnn_fused_gru_cell.default] = _gru_cell
+    gpu.tracer.handlers[aten._thnn_fused_gru_cell_backward.default] = _gru_cell_backward
+
+
+def _gru_cell(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """_thnn_fused_gru_cell_cuda in RNN.cu: the new state, and a workspace of five hidden sizes."""
+    hx = cast("torch.Tensor", args[2])
+    return torch.empty_like(hx), hx.new_empty((hx.shape[0], hx.shape[1] * 5))
+
+
+def _gru_cell_backward(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    grad, workspace = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
+    gates = workspace.shape[1] // 5 * 3
+    into = [grad.new_empty((grad.shape[0], gates)) for _ in range(2)]
+    biases = [grad.new_empty((gates,)) if args[2] else None for _ in range(2)]
+    return (*into, torch.empty_like(grad), *biases)

@@ -27,10 +27,6 @@ class _Reduction:
         self.count = self.pending = count  # of gradients, of those that have not come yet
 
 
-def _shaped(part: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    return part.view(parameter.shape)
-
-
 class BucketReducer:
     """DDP's Reducer. With `gradient_as_bucket_view`, gradients are views of the buckets; else they are copied there.
 
@@ -100,7 +96,7 @@ class BucketReducer:
             self._flat.append(flat)
             self.mark(flat, "gradients")
             largest[flat.dtype] = max(flat, largest.get(flat.dtype, flat), key=torch.numel)
-            views |= {i: _shaped(part, self._parameters[i])
+            views |= {i: part.view(self._parameters[i].shape)
                       for i, part in zip(members, flat.split(counts), strict=True) if i not in views}  # fmt: skip
             if self._followed is None:
                 reduction = _Reduction([flat], len(members))
@@ -179,24 +175,23 @@ def _buckets(tensors: list[torch.Tensor], limits: list[int], *more: list[int]) -
     return assign(tensors, limits, *more)  # type: ignore[arg-type]
 
 
-def broadcast_in_flat_buffers(layers: LayerRecorder | None, original: Callable[..., None]) -> Callable[..., None]:
+def broadcast_in_flat_buffers(
+    layers: LayerRecorder | None, original: Callable[..., None], group: object, tensors: list[torch.Tensor],
+    buffer_bytes: int, rank: int = 0,
+) -> None:  # fmt: skip
     """DDP's first broadcast of the model, through two flat buffers at a time (torch/csrc/distributed/c10d/comm.cpp).
 
     Where few layers stand for many, the buffers are those of all layers.
     """
-
-    def broadcast(group: object, tensors: list[torch.Tensor], buffer_bytes: int, rank: int = 0) -> None:
-        if layers is None or not layers.stacks:
-            original(group, tensors, buffer_bytes, rank)
-            return
-        whole, flat = [tensors[place] for place in layers.at_full_depth(tensors)], list[torch.Tensor]()
-        for members in _buckets(whole, [buffer_bytes])[0]:
-            first, total = whole[members[0]], sum(whole[i].numel() for i in members)
-            del flat[:-1]
-            if len(members) > 1:
-                flat.append(torch.empty(total, dtype=first.dtype, device=first.device))
-
-    return broadcast
+    if layers is None or not layers.stacks:
+        original(group, tensors, buffer_bytes, rank)
+        return
+    whole, flat = [tensors[place] for place in layers.at_full_depth(tensors)], list[torch.Tensor]()
+    for members in _buckets(whole, [buffer_bytes])[0]:
+        first, total = whole[members[0]], sum(whole[i].numel() for i in members)
+        del flat[:-1]
+        if len(members) > 1:
+            flat.append(torch.empty(total, dtype=first.dtype, device=first.device))
 
 
 class SilentLogger:

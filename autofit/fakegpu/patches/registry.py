@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -30,7 +31,6 @@ from autofit.fakegpu.patches import (
     libraries,
     low_bit,
     operators,
-    recurrent,
     rollout,
     same_calls,
     tensors,
@@ -217,27 +217,29 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     )
     data = cast("property", torch._C.TensorBase.data)
     yield Patch(tensor, "data", tensors.set_data(shadows, data), "assigning .data must move a fake's device")
-    to_list = tensors.to_list(gpu.tracer, untouched(tensor.tolist))
+    to_list = partial(tensors.to_list, gpu.tracer, untouched(tensor.tolist))
     yield Patch(tensor, "tolist", to_list, parameter_list)
     yield Patch(FakeTensor, "tolist", to_list, "a fake's own asks for its elements one by one")
-    made = tensors.parameter_of_its_type(untouched(FakeTensor.__new__))
+    made = partial(tensors.parameter_of_its_type, untouched(FakeTensor.__new__))
     yield Patch(FakeTensor, "__new__", staticmethod(made), "the type of a fake parameter is not Parameter")
-    yield Patch(tensor, "numpy", tensors.to_numpy(gpu.tracer, untouched(tensor.numpy)), parameter_list)
-    yield Patch(tensor, "__array__", tensors.to_array(untouched(tensor.__array__)), parameter_list)
-    yield Patch(tensor, "__format__", tensors.formatted(untouched(tensor.__format__)), parameter_list)
-    copied = tensors.deep_copied(memory, untouched(tensor.__deepcopy__))
+    yield Patch(tensor, "numpy", partial(tensors.to_numpy, gpu.tracer, untouched(tensor.numpy)), parameter_list)
+    yield Patch(tensor, "__array__", partial(tensors.to_array, untouched(tensor.__array__)), parameter_list)
+    yield Patch(tensor, "__format__", partial(tensors.formatted, untouched(tensor.__format__)), parameter_list)
+    copied = partial(tensors.deep_copied, memory, untouched(tensor.__deepcopy__))
     yield Patch(tensor, "__deepcopy__", copied, "a fake's storage cannot be copied")
-    yield Patch(tensor, "pin_memory", tensors.pinned_copy(gpu.tracer), "pinned memory is the driver's")
-    yield Patch(tensor, "share_memory_", tensors.shared(untouched(tensor.share_memory_)), "a fake has no memory")
+    yield Patch(tensor, "pin_memory", partial(tensors.pinned_copy, gpu.tracer), "pinned memory is the driver's")
+    yield Patch(
+        tensor, "share_memory_", partial(tensors.shared, untouched(tensor.share_memory_)), "a fake has no memory"
+    )
     yield Patch(tensor, "is_pinned", lambda tensor, device=None: is_pinned(tensor), "pinned memory is the driver's")
     yield Patch(tensor, "record_stream", nothing, "streams are simulated")
-    one_hot = tensors.one_hot(shadows, untouched(torch.nn.functional.one_hot))
+    one_hot = partial(tensors.one_hot, shadows, untouched(torch.nn.functional.one_hot))
     yield Patch(torch.nn.functional, "one_hot", one_hot, "a fake takes another way, and is too large to know")
     truncated = tensors.truncated_normal(untouched(torch.nn.init._no_grad_trunc_normal_))
     yield Patch(torch.nn.init, "_no_grad_trunc_normal_", truncated, "it draws until a fake's values are right")
-    resized = tensors.resize_storage(memory, untouched(torch.UntypedStorage.resize_))
+    resized = partial(tensors.resize_storage, memory, untouched(torch.UntypedStorage.resize_))
     yield Patch(torch.UntypedStorage, "resize_", resized, "FSDP frees so")
-    address = tensors.storage_address(memory, untouched(torch.UntypedStorage.data_ptr))
+    address = partial(tensors.storage_address, memory, untouched(torch.UntypedStorage.data_ptr))
     yield Patch(torch.UntypedStorage, "data_ptr", address, "a fake has none, and TRL tells storages apart by it")
     yield Patch(
         dataloader.DataLoader, "_get_iterator", libraries.load_in_process, "fakes cannot cross processes or threads"
@@ -245,7 +247,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     yield Patch(torch, "Generator", libraries.cpu_generator, "a CPU build has no CUDA generator")
     yield Patch(torch, "compile", libraries.not_compiled(gpu), "compiling is not simulated; code runs eagerly")
     for owner, name, value, reason in (
-        *tensors.torch_checkpoints(shadows), *recurrent.recurrent_layers(gpu), *cuda_api.one_card(gpu),
+        *tensors.torch_checkpoints(shadows), *operators.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *operators.other_kernels(gpu), *operators.other_ways(gpu.note), *operators.factories(),
         *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu), *libraries.unmarked(),
         *walks.walks(gpu),

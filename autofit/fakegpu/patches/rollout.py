@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol, cast
@@ -199,10 +200,10 @@ def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[
     yield (
         mixin,
         "_beam_search",
-        _beam_search(running, untouched(mixin._beam_search)),
+        partial(_beam_search, running, untouched(mixin._beam_search)),
         "its end depends on unknown scores",
     )
-    unfinished = _has_unfinished(running, untouched(mixin._has_unfinished_sequences))
+    unfinished = partial(_has_unfinished, running, untouched(mixin._has_unfinished_sequences))
     yield mixin, "_has_unfinished_sequences", unfinished, reason
 
 
@@ -270,33 +271,31 @@ class _Countdown:
 
 
 def _beam_search(
-    running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    def beam_search(model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        criteria = cast("_HasLength", args[1] if len(args) > 1 else kwargs["stopping_criteria"])
-        if not isinstance(input_ids, FakeTensor) or criteria.max_length is None:
-            return original(model, input_ids, *args, **kwargs)
-        countdown = _Countdown(criteria.max_length - input_ids.shape[1])
-        running.append(countdown)
-        try:
-            return original(model, input_ids, *args, **kwargs)
-        finally:
-            running.remove(countdown)
-
-    return beam_search
+    running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor], model: torch.nn.Module,
+    input_ids: torch.Tensor, *args: object, **kwargs: object,
+) -> torch.Tensor:  # fmt: skip
+    criteria = cast("_HasLength", args[1] if len(args) > 1 else kwargs["stopping_criteria"])
+    if not isinstance(input_ids, FakeTensor) or criteria.max_length is None:
+        return original(model, input_ids, *args, **kwargs)
+    countdown = _Countdown(criteria.max_length - input_ids.shape[1])
+    running.append(countdown)
+    try:
+        return original(model, input_ids, *args, **kwargs)
+    finally:
+        running.remove(countdown)
 
 
 class _HasLength(Protocol):
     max_length: int | None
 
 
-def _has_unfinished(running: list[RolloutSynthesis | _Countdown], original: Callable[..., bool]) -> Callable[..., bool]:
-    def has_unfinished(model: torch.nn.Module, this_peer_finished: bool, *args: object, **kwargs: object) -> bool:
-        if running and running[-1].at_boundary():
-            return False
-        return original(model, this_peer_finished, *args, **kwargs)
-
-    return has_unfinished
+def _has_unfinished(
+    running: list[RolloutSynthesis | _Countdown], original: Callable[..., bool], model: torch.nn.Module,
+    this_peer_finished: bool, *args: object, **kwargs: object,
+) -> bool:  # fmt: skip
+    if running and running[-1].at_boundary():
+        return False
+    return original(model, this_peer_finished, *args, **kwargs)
 
 
 def _filling(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> int | None:

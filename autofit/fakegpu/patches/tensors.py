@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import numpy
@@ -10,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.known_values import Shadows
 from autofit.fakegpu.memory import SimulatedMemory, is_pinned, set_pinned
 from autofit.fakegpu.patches.redirect import Target, untouched
@@ -44,18 +44,16 @@ def apply_to_module(memory: SimulatedMemory, shadows: Shadows) -> Callable[..., 
     return _apply
 
 
-def one_hot(shadows: Shadows, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def one_hot(
+    shadows: Shadows, original: Callable[..., torch.Tensor], tensor: torch.Tensor, num_classes: int = -1
+) -> torch.Tensor:
     """`functional.one_hot` as on CUDA: zeros and a scatter in place; on a fake, torch compares with a range instead."""
-
-    def run(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor) or num_classes < 0:
-            return original(tensor, num_classes)
-        made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
-        made.scatter_(-1, tensor.unsqueeze(-1), 1)
-        shadows.make_one_hot(made, tensor, num_classes)
-        return made
-
-    return run
+    if not isinstance(tensor, FakeTensor) or num_classes < 0:
+        return original(tensor, num_classes)
+    made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    made.scatter_(-1, tensor.unsqueeze(-1), 1)
+    shadows.make_one_hot(made, tensor, num_classes)
+    return made
 
 
 def truncated_normal(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -96,7 +94,7 @@ def _converted(
     ):
         return parameter
     result = parameter
-    alike = type(value) in (FakeTensor, type(parameter)) and "meta" not in _types(parameter, value)
+    alike = type(value) in (FakeTensor, type(parameter)) and "meta" not in (parameter.device.type, value.device.type)
     if isinstance(parameter, FakeTensor) and isinstance(value, FakeTensor) and alike:
         _become(parameter, value, shadows)
         if new_grad is not None:
@@ -112,10 +110,6 @@ def _converted(
         result.grad = new_grad.detach()
     memory.mark(result, "weights")
     return result
-
-
-def _types(*tensors: torch.Tensor) -> set[str]:
-    return {tensor.device.type for tensor in tensors}
 
 
 def _same(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -134,15 +128,13 @@ def _become(parameter: FakeTensor, value: FakeTensor, shadows: Shadows) -> None:
     shadows.give(parameter, shadows.of(value))
 
 
-def parameter_of_its_type(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def parameter_of_its_type(
+    original: Callable[..., torch.Tensor], cls: type[FakeTensor], *args: object, **options: object
+) -> torch.Tensor:
     """`FakeTensor.__new__` that makes `type(parameter)(value, ...)`, with which accelerate makes a parameter, one."""
-
-    def new(cls: type[FakeTensor], *args: object, **options: object) -> torch.Tensor:
-        if args and isinstance(args[0], torch.Tensor):
-            return torch.nn.Parameter(args[0], requires_grad=bool(options.get("requires_grad", True)))
-        return original(cls, *args, **options)
-
-    return new
+    if args and isinstance(args[0], torch.Tensor):
+        return torch.nn.Parameter(args[0], requires_grad=bool(options.get("requires_grad", True)))
+    return original(cls, *args, **options)
 
 
 def set_data(shadows: Shadows, original: property) -> property:
@@ -157,125 +149,91 @@ def set_data(shadows: Shadows, original: property) -> property:
     return property(original.__get__, assign)
 
 
-def to_list(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
+def to_list(tracer: Tracer, original: Callable[..., object], tensor: torch.Tensor) -> object:
     """`Tensor.tolist`: the known values, or assumed ones."""
-
-    def tolist(tensor: torch.Tensor) -> object:
-        if not isinstance(tensor, FakeTensor):
-            return original(tensor)
-        _synchronize(tracer.clock, tensor)
-        with unset_fake_temporarily():
-            return cast("object", tracer.shadows.assumed(tensor).tolist())
-
-    return tolist
-
-
-def to_numpy(tracer: Tracer, original: Callable[..., object]) -> Callable[..., object]:
-    """`Tensor.numpy`: the known values, or assumed ones; a GPU tensor raises TypeError, as on a card."""
-
-    def values(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if not isinstance(tensor, FakeTensor):
-            return original(tensor, *args, **kwargs)
-        if tensor.device.type == "cuda":
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
-        with unset_fake_temporarily():
-            return cast("object", tracer.shadows.assumed(tensor).detach().numpy())
-
-    return values
-
-
-def to_array(original: Callable[..., object]) -> Callable[..., object]:
-    """`numpy.asarray(tensor)`."""
-
-    def array(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if not isinstance(tensor, FakeTensor):
-            return original(tensor, *args, **kwargs)
-        return numpy.asarray(tensor.numpy(), dtype=args[0] if args else None)  # type: ignore[call-overload]
-
-    return array
-
-
-def formatted(original: Callable[..., str]) -> Callable[..., str]:
-    """`f"{loss:.3f}"`: the number that `.item()` would give."""
-
-    def text(tensor: torch.Tensor, spec: str) -> str:
-        if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
-            return format(tensor.item(), spec)
-        return original(tensor, spec)
-
-    return text
-
-
-def deep_copied(memory: SimulatedMemory, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`copy.deepcopy` of a fake: torch would copy its storage, which does not exist."""
-
-    def deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor):
-            return original(tensor, memo)
-        if id(tensor) in memo:
-            return memo[id(tensor)]
-        with torch.no_grad():
-            copied: torch.Tensor = tensor.detach().clone()
-        if isinstance(tensor, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-            memory.mark(copied, "weights")
-        else:
-            copied.requires_grad_(tensor.requires_grad)
-        memo[id(tensor)] = copied
-        return copied
-
-    return deep_copy
-
-
-def pinned_copy(tracer: Tracer) -> Callable[..., torch.Tensor]:
-    """`Tensor.pin_memory`: a copy in pinned memory, whose values are as known as those of the tensor."""
-
-    def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "cpu" or is_pinned(tensor):
-            return tensor
-        copied = tensor.clone()
-        set_pinned(copied)
-        if tracer.host is not None and copied.numel():
-            tracer.host.pin(copied)
-        return copied
-
-    return pin_memory
-
-
-def shared(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`Tensor.share_memory_`: a fake has no memory to share with another process; datasets shares its epoch so."""
-
-    def share_memory_(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else original(tensor)
-
-    return share_memory_
-
-
-def resize_storage(memory: SimulatedMemory, original: Callable[..., object]) -> Callable[..., object]:
-    """`UntypedStorage.resize_`: FSDP frees and refills parameters through it."""
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> object:
-        before = storage.nbytes()
-        result = original(storage, size)
-        if size != before and memory.knows(storage):
-            memory.resized(storage)
-        return result
-
-    return resize_
-
-
-def storage_address(memory: SimulatedMemory, original: Callable[..., int]) -> Callable[..., int]:
-    """`UntypedStorage.data_ptr`: the invented address of a storage of this card, by which TRL tells storages apart."""
-
-    def data_ptr(storage: torch.UntypedStorage) -> int:
-        return memory.address_of(storage) or original(storage)
-
-    return data_ptr
-
-
-def _synchronize(clock: Clock, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, FakeTensor):
+        return original(tensor)
     if tensor.device.type == "cuda":
-        clock.copy_to_host(tensor.numel() * tensor.element_size())
+        tracer.clock.copy_to_host(tensor.numel() * tensor.element_size())
+    with unset_fake_temporarily():
+        return cast("object", tracer.shadows.assumed(tensor).tolist())
+
+
+def to_numpy(
+    tracer: Tracer, original: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object
+) -> object:
+    """`Tensor.numpy`: the known values, or assumed ones; a GPU tensor raises TypeError, as on a card."""
+    if not isinstance(tensor, FakeTensor):
+        return original(tensor, *args, **kwargs)
+    if tensor.device.type == "cuda":
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+    with unset_fake_temporarily():
+        return cast("object", tracer.shadows.assumed(tensor).detach().numpy())
+
+
+def to_array(original: Callable[..., object], tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+    """`numpy.asarray(tensor)`."""
+    if not isinstance(tensor, FakeTensor):
+        return original(tensor, *args, **kwargs)
+    return numpy.asarray(tensor.numpy(), dtype=args[0] if args else None)  # type: ignore[call-overload]
+
+
+def formatted(original: Callable[..., str], tensor: torch.Tensor, spec: str) -> str:
+    """`f"{loss:.3f}"`: the number that `.item()` would give."""
+    if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+        return format(tensor.item(), spec)
+    return original(tensor, spec)
+
+
+def deep_copied(
+    memory: SimulatedMemory, original: Callable[..., torch.Tensor], tensor: torch.Tensor, memo: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """`copy.deepcopy` of a fake: torch would copy its storage, which does not exist."""
+    if not isinstance(tensor, FakeTensor):
+        return original(tensor, memo)
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with torch.no_grad():
+        copied: torch.Tensor = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memory.mark(copied, "weights")
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = copied
+    return copied
+
+
+def pinned_copy(tracer: Tracer, tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    """`Tensor.pin_memory`: a copy in pinned memory, whose values are as known as those of the tensor."""
+    if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "cpu" or is_pinned(tensor):
+        return tensor
+    copied = tensor.clone()
+    set_pinned(copied)
+    if tracer.host is not None and copied.numel():
+        tracer.host.pin(copied)
+    return copied
+
+
+def shared(original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """`Tensor.share_memory_`: a fake has no memory to share with another process; datasets shares its epoch so."""
+    return tensor if isinstance(tensor, FakeTensor) else original(tensor)
+
+
+def resize_storage(
+    memory: SimulatedMemory, original: Callable[..., object], storage: torch.UntypedStorage, size: int
+) -> object:
+    """`UntypedStorage.resize_`: FSDP frees and refills parameters through it."""
+    before = storage.nbytes()
+    result = original(storage, size)
+    if size != before and memory.knows(storage):
+        memory.resized(storage)
+    return result
+
+
+def storage_address(memory: SimulatedMemory, original: Callable[..., int], storage: torch.UntypedStorage) -> int:
+    """`UntypedStorage.data_ptr`: the invented address of a storage of this card, by which TRL tells storages apart."""
+    return memory.address_of(storage) or original(storage)
 
 
 # Checkpoints inside the block: `torch.save` writes shapes instead of values, and `torch.load` makes fakes from them.
@@ -290,23 +248,19 @@ KNOWN_LIMIT = 4096  # most elements of saved known values (step counters, token 
 
 def torch_checkpoints(shadows: Shadows) -> Iterable[Target]:
     reason = "fakes have no bytes to save"
-    yield torch, "save", _save(shadows, untouched(torch.save)), reason
-    yield torch, "load", _load(untouched(torch.load)), reason
+    yield torch, "save", partial(_save, shadows, untouched(torch.save)), reason
+    yield torch, "load", partial(_load, untouched(torch.load)), reason
 
 
-def _save(shadows: Shadows, original: Callable[..., object]) -> Callable[..., None]:
-    def save(obj: object, *args: object, **kwargs: object) -> None:
-        with unset_fake_temporarily():
-            original(_described(shadows, obj), *args, **kwargs)
-
-    return save
+def _save(shadows: Shadows, original: Callable[..., object], obj: object, *args: object, **kwargs: object) -> None:
+    with unset_fake_temporarily():
+        original(_described(shadows, obj), *args, **kwargs)
 
 
-def _load(original: Callable[..., object]) -> Callable[..., object]:
-    def load(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
-        return _restored(original(f, "cpu", *args, **kwargs), map_location)
-
-    return load
+def _load(
+    original: Callable[..., object], f: object, map_location: object = None, *args: object, **kwargs: object
+) -> object:
+    return _restored(original(f, "cpu", *args, **kwargs), map_location)
 
 
 def _described(shadows: Shadows, value: object) -> object:

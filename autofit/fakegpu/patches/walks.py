@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -119,13 +120,13 @@ def gradients(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     for owner, cost in (
         (module.MatMul4Bit, lambda context: _of_four_bits(context.state)), (module.MatMul8bitLt, lambda _: EIGHT_BITS),
     ):  # fmt: skip
-        yield owner, "backward", staticmethod(_costly(gpu, untouched(owner.backward), cost)), _WHY
+        yield owner, "backward", staticmethod(partial(_costly, gpu, untouched(owner.backward), cost)), _WHY
 
 
 def updates(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
     """An optimizer's update of a tensor. The card has nothing else to do: the host waited for it before."""
     for owner in (module.Optimizer2State, module.Optimizer1State):
-        yield owner, "update_step", _updating(gpu, untouched(owner.update_step)), _WHY
+        yield owner, "update_step", partial(_updating, gpu, untouched(owner.update_step)), _WHY
 
 
 def _of_four_bits(state: Any) -> Product:
@@ -137,18 +138,18 @@ def _charge_forward(gpu: FakeGpu, cost: Product, input_: torch.Tensor) -> None:
     gpu.clock.host_work(cost.recorded if is_recorded else cost.forward)
 
 
-def _costly(gpu: FakeGpu, original: Callable[..., object], cost: Callable[[Any], Product]) -> Callable[..., object]:
-    def backward(context: Any, *gradients: torch.Tensor) -> object:
-        gpu.clock.host_work(cost(context).backward)
-        return original(context, *gradients)
+def _costly(
+    gpu: FakeGpu, original: Callable[..., object], cost: Callable[[Any], Product], context: Any,
+    *gradients: torch.Tensor,
+) -> object:  # fmt: skip
+    gpu.clock.host_work(cost(context).backward)
+    return original(context, *gradients)
 
-    return backward
 
-
-def _updating(gpu: FakeGpu, original: Callable[..., object]) -> Callable[..., object]:
-    def update_step(optimizer: torch.optim.Optimizer, group: object, p: torch.Tensor, *place: object) -> object:
-        is_low = optimizer.state[p]["state1"].dtype is torch.uint8
-        charge_tensors(gpu.clock, gpu.layers, UPDATE[is_low], [p])
-        return original(optimizer, group, p, *place)
-
-    return update_step
+def _updating(
+    gpu: FakeGpu, original: Callable[..., object], optimizer: torch.optim.Optimizer, group: object, p: torch.Tensor,
+    *place: object,
+) -> object:  # fmt: skip
+    is_low = optimizer.state[p]["state1"].dtype is torch.uint8
+    charge_tensors(gpu.clock, gpu.layers, UPDATE[is_low], [p])
+    return original(optimizer, group, p, *place)

@@ -228,7 +228,6 @@ class AttentionTable:
 # The files beside this one hold figures of aiconfigurator-core (see `source` in each);
 # experiments/rates/make_tables.py makes them.
 
-
 STEP = 1e-4  # of the logarithms in the files
 MEASURED = {
     "a100-40gb": "a100_sxm", "a100-80gb": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm",
