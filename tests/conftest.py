@@ -39,13 +39,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, HELPERS), os.
 # under torch's profiler took 49 s of processor time with two threads, 20 s with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all tests are collected: collections while modules are imported take seconds, and free nothing
+_whole_collections = 0
 
 
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
 TOGETHER = {
     "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py",
-    "tests/test_engine_probes.py", "tests/test_mlflow_pages.py", "tests/test_probe.py", "tests/test_promoted_run.py",
-    "tests/test_rank_runs.py",
+    "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_mlflow_pages.py", "tests/test_probe.py",
+    "tests/test_promoted_run.py", "tests/test_rank_runs.py",
     "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
     "tests/test_web.py",
 }  # fmt: skip
@@ -131,6 +132,15 @@ def pytest_collection_finish() -> None:
         shared_operations.install()
     gc.freeze()  # collected first, 5 % of the objects would go, for a second
     gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """After a training leave what tests made and kept out of later collections, too: each training asks for many."""
+    global _whole_collections
+    before, _whole_collections = _whole_collections, gc.get_stats()[-1]["collections"]
+    if _whole_collections - before > 10:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

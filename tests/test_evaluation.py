@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import recipes
+import tiny
 import torch
 import yaml
 from at_once import probed
@@ -217,10 +218,9 @@ def test_a_probe_of_a_device_evaluates_before_it_saves(
         ("sft", Launch(ranks=2, sharding="fsdp2")),
     ],
 )
-def test_few_layers_evaluate_as_all_do(
-    trainer: str, launch: Launch, tmp_path: Path, small_model: Path, fork_server: ForkServer
-) -> None:
-    values = recipe_of(trainer, tmp_path, small_model, **EVALUATED, **LORA)
+def test_few_layers_evaluate_as_all_do(trainer: str, launch: Launch, tmp_path: Path, fork_server: ForkServer) -> None:
+    model = tiny.write_model(tmp_path / "model", layers=5)
+    values = recipe_of(trainer, tmp_path, model, **EVALUATED, **LORA)
     few = probe_of(trainer, values, tmp_path / "run" / "probe", fork_server, "sim:a100-80gb", launch)
     assert "traced again" not in (tmp_path / "run" / "probe" / "probe.log").read_text()
     every = probed_anew(tmp_path / "run" / "probe", tmp_path / "run" / "deep", "all layers", fork_server)
@@ -265,10 +265,8 @@ def test_a_forecast_counts_the_evaluation(
         assert found == pytest.approx(result.peak_allocated_bytes, rel=0.02)  # which rounds nothing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trainer", "sharding"), [("sft", "fsdp2"), pytest.param("hf", "fsdp2", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough  # CI has the bytes of real ranks (fakegpu/test_ranks_exact.py), and those of an evaluation above
+@pytest.mark.parametrize(("trainer", "sharding"), [("sft", "fsdp2"), ("hf", "fsdp2")])
 def test_each_of_several_ranks_evaluates_a_batch_with_the_bytes_of_real_ones(
     trainer: str, sharding: Sharding, tmp_path: Path, small_model: Path, fork_server: ForkServer
 ) -> None:

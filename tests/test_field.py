@@ -132,6 +132,7 @@ def test_a_refusal_of_todays_code_is_not_hidden_by_what_older_code_answered(
     assert ("fits" in json.loads(kept.read_text())) is not stale
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_thread_runs_from_its_recipe_to_its_row(tmp_path: Path) -> None:
     thread = replace(
         named("litgpt-781-a100"), gpu="t4", prompt_tokens=24,

@@ -81,7 +81,7 @@ def test_a_recipe_that_cannot_fit_is_told_before_it_is_simulated(
     ("trainer", "changes"),
     [
         ("sft", {}),
-        ("sft", {"use_peft": True, "dtype": "float32"}),
+        pytest.param("sft", {"use_peft": True, "dtype": "float32"}, marks=pytest.mark.thorough),
         ("reward", {"dtype": "bfloat16"}),
         ("hf", {"objective": "sft", "bf16": True, "dtype": "float32"}),
     ],

@@ -150,6 +150,7 @@ def test_what_is_loaded_saved_and_kept_is_told_by_the_largest() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("more", "told"),
     [

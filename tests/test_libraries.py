@@ -28,6 +28,11 @@ WEIGHTS = 2 * (2 * VOCABULARY * 16)  # of the embeddings and the head
 RECIPE = {key: value for key, value in by_hand.COMMON.items() if key not in ("max_steps", "report_to", "save_strategy")}
 # Environments with older TRLs, which .ci/compat makes: their folders, with a colon between them.
 OLDER = [folder for folder in os.environ.get("AUTOFIT_OLDER_LIBRARIES", "").split(":") if folder]
+BOTH = [  # each age and each trainer once; all pairs are thorough
+    pytest.param(place, kind, marks=pytest.mark.thorough if (kind == "grpo") is (number == 0) else ())
+    for number, place in enumerate(OLDER or ["none"])
+    for kind in ("sft", "grpo")
+]
 
 
 def environment(folder: Path, packages: dict[str, tuple[str, str]], needs: dict[str, str] | None = None) -> Path:
@@ -155,7 +160,7 @@ def peaks(theirs: Theirs) -> list[int]:
     return [theirs.peak_allocated_bytes, theirs.peak_reserved_bytes, theirs.device_used_bytes]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # CI has it of older libraries, below
 def test_the_installed_libraries_as_an_environment_hold_what_the_trainer_holds_by_hand(
     model: Path, tmp_path: Path
 ) -> None:
@@ -172,8 +177,7 @@ def test_the_installed_libraries_as_an_environment_hold_what_the_trainer_holds_b
 @pytest.mark.skipif(
     not OLDER, reason="AUTOFIT_OLDER_LIBRARIES names no environment with an older TRL (.ci/compat does)"
 )
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
-@pytest.mark.parametrize("place", OLDER or ["none"])
+@pytest.mark.parametrize(("place", "kind"), BOTH)
 def test_older_libraries_hold_what_their_trainer_holds_by_hand(
     place: str, kind: str, model: Path, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from autofit.space.space import Knob, Space
 from autofit.trainers.names import installed, one_name_each, parser_of, renamed, synonyms
 
 TRAINERS = ["grpo", "sft", "dpo", "reward", "rloo", "hf"]
-IN_CI = ("grpo", "sft", "hf")  # rollouts and samples of TRL, and a trainer of ours; all of them are read
+IN_CI = ("grpo", "hf")  # a trainer of TRL, and one of ours; all of them are read
 OLD, NEW = "gradient_checkpointing", "activation_checkpointing"
 TWO_VALUES: list[tuple[Any, Any]] = [(True, False), (2.5, 3.5), ({"use_reentrant": False}, {"use_reentrant": True})]
 

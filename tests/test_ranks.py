@@ -23,7 +23,9 @@ _OF_A_LAUNCH = ("ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOC
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp1", marks=pytest.mark.thorough), "fsdp2"])
+@pytest.mark.parametrize(
+    "sharding", ["fsdp2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "fsdp1"))]
+)
 def test_a_rank_has_the_environment_that_accelerate_launch_gives_it(sharding: str, tmp_path: Path) -> None:
     launch = Launch(ranks=2, sharding=sharding, config={"mixed_precision": "bf16"})  # type: ignore[arg-type]
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch.to_accelerate()))

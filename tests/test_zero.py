@@ -62,7 +62,7 @@ class TestWithDeepSpeed:
             Launch(ranks=RANKS, sharding="zero2"),
             pytest.param(Launch(ranks=RANKS, sharding="zero0"), marks=pytest.mark.slow),
             pytest.param(Launch(ranks=RANKS, sharding="zero1"), marks=pytest.mark.thorough),
-            pytest.param(Launch(ranks=RANKS, sharding="zero2", offload="optimizer"), marks=pytest.mark.slow),
+            pytest.param(Launch(ranks=RANKS, sharding="zero2", offload="optimizer"), marks=pytest.mark.thorough),
             pytest.param(Launch(ranks=RANKS, sharding="zero3"), marks=pytest.mark.slow),
             pytest.param(Launch(ranks=RANKS, sharding="zero3", offload="parameters"), marks=pytest.mark.slow),
         ],

@@ -201,7 +201,7 @@ def test_what_moves_to_the_host_or_differs_by_layer_is_evaluated_as_traced(
     changes: dict[str, object], over: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = write_offline_recipe("sft", tmp_path, write_model(tmp_path / "model", layers=13), max_length=300, **changes)
+    path = write_offline_recipe("sft", tmp_path, write_model(tmp_path / "model", layers=11), max_length=300, **changes)
     worst_case = tmp_path / "worst_case.json"
     answer = inspect("sft", yaml.safe_load(path.read_text()), "sim:a100-80gb", worst_case, prompt_tokens=200)
     structure = Structure(
@@ -216,6 +216,6 @@ def test_what_moves_to_the_host_or_differs_by_layer_is_evaluated_as_traced(
     assert mismatch.bytes_frac < 5e-4
     point = Point(micro_batch=7, completion=0, rank=None, accumulation=2, chunk=1)
     traced = structure.recording.trace(point).peaks
-    told = model.peaks({"B": np.array([7.0])}, 13)
+    told = model.peaks({"B": np.array([7.0])}, 11)
     for phase, peak in traced.items():
         assert peak <= round(float(told[phase][0])) <= peak * (1 + over)

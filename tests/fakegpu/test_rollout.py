@@ -53,7 +53,9 @@ def test_a_played_rollout_peaks_where_a_simulated_one_does(
 
 
 # Full at once; after 9 steps, which are traced; after 25, of which most are played.
-@pytest.mark.parametrize("window", [8, *(pytest.param(window, marks=pytest.mark.slow) for window in (24, 40))])
+@pytest.mark.parametrize(
+    "window", [8, pytest.param(24, marks=pytest.mark.thorough), pytest.param(40, marks=pytest.mark.slow)]
+)
 def test_a_rollout_is_played_once_its_sliding_window_is_full(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def generate() -> FakeGpu:
         with fake_gpu("a100-40gb") as gpu:
