@@ -1028,12 +1028,14 @@ def test_how_the_weights_take_less_is_said_in_the_keys_of_the_file(tmp_path: Pat
 
 def test_what_a_search_changed_is_said_in_the_names_of_the_users_own_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    for values, changes, said in [
+    cases: list[tuple[dict[str, object], dict[str, object], str]] = [
         (LLAMA | {"cutoff_len": 64}, {"max_length": 32, "gradient_checkpointing": False},
-         "cutoff_len 64 -> 32, gradient_checkpointing True -> False"),  # whose key says the opposite
+         "cutoff_len 64 -> 32, disable_gradient_checkpointing False -> True"),  # which says the opposite
+        (LLAMA | {"flash_attn": "fa2"}, {"attn_implementation": "sdpa"}, "flash_attn fa2 -> sdpa"),
         (AXO_LORA | {"micro_batch_size": 2}, {"per_device_train_batch_size": 1, "lora_r": 4},
          "micro_batch_size 2 -> 1, lora_r 8 -> 4"),
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    for values, changes, said in cases:
         path.write_text(yaml.safe_dump(values))
         source = source_of(path)
         assert describe_changes(changes, source.values, own_names(source.foreign)) == said

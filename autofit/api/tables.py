@@ -18,6 +18,7 @@ from autofit.errors import told
 from autofit.folding import Folding
 from autofit.lines import on_terminal
 from autofit.probing.result import ProbeStatus
+from autofit.recipe.recipe import own_value
 from autofit.space.narrow import missing_packages
 from autofit.space.traits import describe_changes, samples_word
 from autofit.tuning.frontier import Foreseen, Trial
@@ -202,9 +203,8 @@ def sensitivity_table(
         used = f"at least {used}" if row.at_least else used
         step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
         source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
-        table.add_row(
-            (names or {}).get(row.knob, row.knob), f"{row.before} -> {row.after}", row.tier, used, step, source
-        )
+        before, after = (own_value(names, row.knob, value) for value in (row.before, row.after))
+        table.add_row((names or {}).get(row.knob, row.knob), f"{before} -> {after}", row.tier, used, step, source)
     return table
 
 

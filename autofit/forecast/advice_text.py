@@ -9,7 +9,7 @@ from autofit.forecast.margin import is_tight
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.recipe import Recipe, own_names
 from autofit.space.traits import describe_changes
 from autofit.units import format_bytes, format_seconds
 
@@ -106,7 +106,7 @@ def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -
 
 
 def _miss(closest: Change, recipe: Recipe, capacity_bytes: int) -> str:
-    what = describe_changes(closest.changes, recipe.resolved)
+    what = describe_changes(closest.changes, recipe.resolved, own_names(recipe.foreign))
     if closest.fits:
         spare = format_bytes(capacity_bytes - closest.shown_bytes)
         return f"leaves {spare}, less than the prediction may be off: {what}"
@@ -121,12 +121,13 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     gain = f", {step_s / change.step_s:.2f}x" if step_s and change.step_s else ""
     tight = ", little to spare" if change.tight else ""
     used = format_bytes(change.shown_bytes)
-    what = describe_changes(change.changes, recipe.resolved)
+    what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
     return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
 
 
 def _untried(change: Change, recipe: Recipe) -> str:
-    return f"could not be tried: {describe_changes(change.changes, recipe.resolved)}: {_without_log(change.failure)}"
+    what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
+    return f"could not be tried: {what}: {_without_log(change.failure)}"
 
 
 def _without_log(reason: str) -> str:

@@ -70,12 +70,17 @@ def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[
 
 
 def _names(foreign: Foreign) -> dict[str, str]:
-    """{key of the recipe: the tool's name of it} where the tool says the same value by another name."""
-    found = {}
+    """{key of the recipe: the tool's name of it} where the tool has another name of it; values too (`own_names`)."""
+    found: dict[str, str] = {}
     for key, own in foreign.keys.items():
-        value = foreign.values.get(key)
-        if own != key and can_say(foreign, key, value) and in_own_keys(foreign, {key: value}) == {own: value}:
+        given = foreign.values.get(key)
+        values = (True, False) if isinstance(given, bool) else (given, *_ATTENTION) if key == _KERNEL else (given,)
+        if own == key or not can_say(foreign, key, given):
+            continue
+        said = [(value, in_own_keys(foreign, {key: value})) for value in values if can_say(foreign, key, value)]
+        if all(list(words) == [own] for _, words in said):
             found[key] = own
+            found |= {f"{key}={value}": str(words[own]) for value, words in said if words[own] != value}
     return found
 
 
@@ -120,6 +125,8 @@ _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl tr
          trl_recipe.OPEN_R1: "accelerate launch YOUR_SCRIPT.py --config",
          trl_recipe.HANDBOOK: "accelerate launch YOUR_SCRIPT.py --config",
          VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
+_KERNEL = "attn_implementation"
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
 
@@ -352,7 +359,9 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
 
 def in_own_names(origin: Mapping[str, object], text: str) -> str:
     """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
-    names = {key: name for key, name in own_names(origin).items() if "_" in key}
+    known = own_names(origin)
+    other = {key.partition("=")[0] for key in known if "=" in key}  # their values are not as in the text
+    names = {key: name for key, name in known.items() if "_" in key and key.partition("=")[0] not in other}
     if not names:
         return text
     keys = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

@@ -45,7 +45,7 @@ from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import RolloutServer
-from autofit.recipe.recipe import merge
+from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import masked, sealed
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 from autofit.space.traits import describe_changes
@@ -185,7 +185,7 @@ def plan_promotion(
         extra[LAUNCH] = replace(own_launch, machines=machines).to_values()
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
-        f"{describe_changes(chosen.changes, record.resolved)}\n"
+        f"{describe_changes(chosen.changes, record.resolved, own_names(record.foreign))}\n"
         f"{proof.sentence}\n{sure}"
     )
     if spelling := _spelling(record, chosen.yaml_changes):

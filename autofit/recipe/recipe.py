@@ -230,8 +230,17 @@ class Recipe:
 
 
 def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
-    """{key of the recipe: its name in the file that the recipe was} where that has the same value by another name."""
+    """{key of the recipe: its name in the file that the recipe was} where that has another name of it.
+
+    Where the file says a value in another way too, `KEY=VALUE` has its words: LLaMA-Factory's
+    `disable_gradient_checkpointing` is the opposite.
+    """
     return cast("Mapping[str, str]", origin.get("names", {}))
+
+
+def own_value(names: Mapping[str, str] | None, key: str, value: object) -> object:
+    """`value` of the recipe's `key` as the user's own file has it."""
+    return (names or {}).get(f"{key}={value}", value)
 
 
 def _count(number: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 import yaml
 
 from autofit.errors import ConfigError
-from autofit.recipe.recipe import inner_value
+from autofit.recipe.recipe import inner_value, own_value
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 SHARED_FILE = "knobs.yaml"  # in search_spaces/: what the entries of all spaces have in common
@@ -171,9 +171,9 @@ def describe_changes(
         if key == "env" and isinstance(value, Mapping):
             parts += [f"{variable}={setting}" for variable, setting in value.items()]
         elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name
-            parts.append(f"{name} {value}")
+            parts.append(f"{name} {own_value(names, key, value)}")
         else:
-            parts.append(f"{name} {own} -> {value}")
+            parts.append(f"{name} {own_value(names, key, own)} -> {own_value(names, key, value)}")
     return ", ".join(parts) or "the recipe as it is"
 
 
