@@ -30,8 +30,8 @@ from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, 
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
-from autofit.frontends.writing import changed
-from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
+from autofit.frontends.writing import changed, on_card
+from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target, has_bfloat16
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
@@ -233,9 +233,11 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("deadline", asked.deadline) or 0
         own = changed(source_of(asked.recipe, launch=asked.launch), asked.changes)
+        needs = card_needs({**own.source.values, **own.changes})
+        device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
+        own = on_card(own, bfloat16=has_bfloat16(device))
         source, changes = own.source, own.changes
         needs = card_needs({**source.values, **changes})
-        device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
         check_prompt_tokens(asked.prompt_tokens, device)
         server = server or fork_server(folder)
         try:

@@ -16,7 +16,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.errors import ConfigError, at_least_one, option
 from autofit.files import claim
-from autofit.frontends.writing import changed, own_changes, own_words
+from autofit.frontends.writing import changed, on_card, own_changes, own_words
 from autofit.hardware.hardware import (
     NO_NEEDS,
     CardNeeds,
@@ -25,6 +25,7 @@ from autofit.hardware.hardware import (
     choose_device_and_target,
     choose_target,
     gpus,
+    has_bfloat16,
 )
 from autofit.hardware.health import compiling_faults
 from autofit.probing.fork_server import ForkServer
@@ -115,9 +116,10 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     if device == "cuda" and node is None:
         _check_cards(asked, server, on_event)
     own = changed(source_of(asked.recipe, asked.name, asked.launch), asked.changes)
+    device, target = _device_and_target(asked, node, card_needs({**own.source.values, **own.changes}))
+    own = on_card(own, bfloat16=node is not None or has_bfloat16(device))
     source, changes = own.source, own.changes
     needs = card_needs({**source.values, **changes})
-    device, target = _device_and_target(asked, node, needs)
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
         read_space(asked.space, trainer=None)  # a wrong one is said at once

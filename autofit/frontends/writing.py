@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -36,7 +36,7 @@ from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
 from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import opened_text
-from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
+from autofit.recipe.yaml_file import Source, Stated, parse_yaml, read_source, read_yaml_mapping
 
 
 def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:
@@ -184,6 +184,23 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     made = _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
     rest = {key: value for key, value in changes.items() if key not in own}
     return Changed(source=made, changes=rest, unknown=unknown, own=tuple(own))
+
+
+def on_card(own: Changed, *, bfloat16: bool) -> Changed:
+    """`own` as its tool reads it on a card that has `bfloat16`, or has not: `bf16: auto` of Axolotl is fp16 then."""
+    origin = own.source.foreign
+    if bfloat16 or origin.get("tool") != AXOLOTL.name:
+        return own
+    path, ranks = Path(str(origin["path"])), cast("int | None", origin["ranks"])
+    given = parse_yaml(str(origin["text"]))
+    means = axolotl.without_bfloat16(given) if isinstance(given, Mapping) else {}
+    foreign = read(path, text=_edited(origin, means), ranks=ranks) if means else None
+    if foreign is None:
+        return own
+    words = ", ".join(f"{key}: {_flow(value)}" for key, value in means.items())
+    source = _source(foreign, own.source.name, own.source.what, dict(origin))
+    note = f"the card has no bfloat16, where Axolotl takes bf16: auto as {words}"
+    return replace(own, source=replace(source, notes=(*source.notes, note)))
 
 
 _COMMAND = Path("the command")  # where a command is given itself, and no script

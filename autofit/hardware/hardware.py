@@ -45,6 +45,14 @@ class CardNeeds:
         return " and ".join(dict.fromkeys(name for name, _, _ in self.features))
 
 
+def has_bfloat16(device: str) -> bool:
+    """Whether what trains on `device` may be in bfloat16: not on a card below 8.0; where it is not known, yes."""
+    if device.startswith("sim:"):
+        return _spec(device.removeprefix("sim:")).compute_capability >= BFLOAT16_CAPABILITY
+    found = gpus() if device == "cuda" else ()
+    return all((gpu.compute_capability or BFLOAT16_CAPABILITY) >= BFLOAT16_CAPABILITY for gpu in found)
+
+
 def card_needs(values: Mapping[str, object]) -> CardNeeds:
     """The needs of the recipe `values`, as its YAML states them: what it leaves to defaults asks for nothing."""
     own = values.get("model_init_kwargs")
