@@ -72,16 +72,24 @@ def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[
 def _names(foreign: Foreign) -> dict[str, str]:
     """{key of the recipe: the tool's name of it} where the tool has another name of it; values too (`own_names`)."""
     found: dict[str, str] = {}
-    for key, own in foreign.keys.items():
-        given = foreign.values.get(key)
-        values = (True, False) if isinstance(given, bool) else (given, *_ATTENTION) if key == _KERNEL else (given,)
-        if own == key or not can_say(foreign, key, given):
-            continue
-        said = [(value, in_own_keys(foreign, {key: value})) for value in values if can_say(foreign, key, value)]
-        if all(list(words) == [own] for _, words in said):
+    for key, own in _own_keys(foreign):
+        given = foreign.values.get(key, False if key in _SET_BY_A_SEARCH else None)
+        others = (True, False) if isinstance(given, bool) else (given, *_ATTENTION) if key == _KERNEL else ()
+        values = [value for value in others or (given,) if can_say(foreign, key, value)]
+        said = [(value, in_own_keys(foreign, {key: value})) for value in values]
+        whole = len(said) == 2 if isinstance(given, bool) else key == _KERNEL or said == [(given, {own: given})]
+        if own != key and given in values and whole and all(list(words) == [own] for _, words in said):
             found[key] = own
             found |= {f"{key}={value}": str(words[own]) for value, words in said if words[own] != value}
     return found
+
+
+def _own_keys(foreign: Foreign) -> Iterator[tuple[str, str]]:
+    """(key of the recipe, its name in the file), also of those that the file leaves out and a search may set."""
+    yield from foreign.keys.items()
+    for key in set(_SET_BY_A_SEARCH) - set(foreign.keys):
+        if can_say(foreign, key, True) and len(own := in_own_keys(foreign, {key: True})) == 1:
+            yield key, next(iter(own))
 
 
 def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | None) -> dict[str, object]:
@@ -126,6 +134,7 @@ _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl tr
          trl_recipe.HANDBOOK: "accelerate launch YOUR_SCRIPT.py --config",
          VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
 _KERNEL = "attn_implementation"
+_SET_BY_A_SEARCH = ("use_liger_kernel",)
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
