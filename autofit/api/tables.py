@@ -229,10 +229,8 @@ def margin_sentence(margin: Margin, *, predicted: bool = False) -> str:
     if margin.bytes_left is None:
         return ""
     head = f"It leaves {format_bytes(margin.bytes_left)} under the limit"
-    if margin.key is None:
-        return head
-    if margin.tokens is None or (margin.at_least and not margin.tokens):
-        return f"{head}; how far {margin.key} can grow was not predicted"
+    if margin.key is None or margin.tokens is None or (margin.at_least and not margin.tokens):
+        return head  # how far it can grow is not known
     more = "at least" if margin.at_least else "about"
     source = "" if predicted else f" ({margin.fidelity})"
     return f"{head}; {margin.key} can grow by {more} {margin.tokens} tokens{source}"
