@@ -27,7 +27,7 @@ from autofit.frontends import (
     verl_recipe,
     yaml_script,
 )
-from autofit.frontends.command import script_text, starts
+from autofit.frontends.command import Command, commands, script_text, starts
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, summary
 from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values, starts_training
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
@@ -525,10 +525,42 @@ def _flow(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
+def stated(path: Path, text: str) -> dict[str, object]:
+    """{key: value} that the `text` of a file of another tool says: of a script what it gives its first training.
+
+    Raises ConfigError for a YAML that cannot be read.
+    """
+    if path.suffix not in SCRIPTS:
+        content = parse_yaml(text)
+        return {str(key): value for key, value in content.items()} if isinstance(content, Mapping) else {}
+    begins = {command.start: command for command in commands(text)}
+    first = begins.get(verls_span(text)[0] if starts_verl(text) else getattr(_first_of(text), "start", -1))
+    return {} if first is None else {**first.variables, **_arguments(first.words)}
+
+
+def _arguments(words: Sequence[str]) -> dict[str, object]:
+    """{name: value} of `--name value`, `--name=value`, `--flag` and `a.b=value`; the last of several counts."""
+    found: dict[str, object] = {}
+    name = ""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key.startswith("--") or (equals and "." in key):
+            name = "" if equals else key[2:]
+            found[key.lstrip("-+")] = value if equals else True
+        elif name:
+            found[name] = word if found[name] is True else f"{found[name]} {word}"
+    return found
+
+
+def _first_of(text: str) -> Command | None:
+    """The first training that a script starts, but for verl's."""
+    readers = (trl_script, yaml_script, hf_script, ms_swift)
+    return next((found[0] for reader in readers for found in reader.started(text)), None)
+
+
 def _in_script(text: str, key: str, value: object) -> str:
     """`text` with `--key` of the first training that it starts set to `value`, None: without it; all else stays."""
-    readers = (trl_script, yaml_script, hf_script, ms_swift)
-    command = next((found[0] for reader in readers for found in reader.started(text)), None)
+    command = _first_of(text)
     if command is None:
         raise ConfigError(ms_swift.NOT_STARTED)
     start, end = command.start, command.end

@@ -12,7 +12,9 @@ from pathlib import Path
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import private_folder, write_json
-from autofit.frontends.writing import OwnFile
+from autofit.frontends.command import script_text
+from autofit.frontends.reading import SCRIPTS
+from autofit.frontends.writing import OwnFile, stated
 from autofit.hardware.hardware import Device, slot_names
 from autofit.probing.launch import (
     LATE_S,
@@ -46,8 +48,8 @@ from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import RolloutServer
 from autofit.recipe.recipe import merge, own_names
-from autofit.recipe.secrets import masked, sealed
-from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+from autofit.recipe.secrets import masked, sealed, sealed_text
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import BEST, Rule, Trial, leanest, winner
 from autofit.tuning.glance import NAMES, no_trial
@@ -68,13 +70,16 @@ _LOOK_S = 0.1  # between two looks at a run
 def edit_note(record: StudyRecord, cwd: Path) -> str:
     """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
     path = Path(str(record.foreign["path"])) if record.foreign else cwd / f"{record.recipe_name}.yaml"
-    if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml"):
+    if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml", *SCRIPTS):
         return ""
     if path.stat().st_mtime <= datetime.fromisoformat(record.used).timestamp():
         return ""
     try:
-        now = sealed(read_yaml_mapping(path, what="recipe"))
-        known = _known(record)
+        if record.foreign:
+            texts = (str(record.foreign["text"]), sealed_text(script_text(path)))
+            known, now = (sealed(stated(path, text)) for text in texts)
+        else:
+            known, now = dict(_known(record)), sealed(read_yaml_mapping(path, what="recipe"))
     except ConfigError:
         return ""  # the study's copy is whole
     other = [
@@ -96,9 +101,6 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
 
 def _known(record: StudyRecord) -> Mapping[str, object]:
     """What the study has of its recipe's file, by the names that stand there."""
-    if record.foreign:
-        content = parse_yaml(str(record.foreign["text"]))
-        return sealed(content) if isinstance(content, Mapping) else {}
     older = {key: record.values[name] for key, name in record.other_names.items() if name in record.values}
     return {**record.values, **older}
 
