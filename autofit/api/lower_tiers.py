@@ -213,9 +213,9 @@ def outside_lines(
     """The changes under a heading; [] without one."""
     if not found:
         return []
-    lower = " or ".join(f"--allow {tier}" for tier in TIERS[TIERS.index(allow) + 1 :])
+    lowest = max((one.tier for one in found), key=TIERS.index)
     goal = " with --goal speed-at-any-tier" if fits else ""  # without it a search stays in the highest tier that fits
     head = f"Faster on top of the winner, but outside the {allow} tier" if fits else "What would fit"
     how = "write it into your file" if any(one.own for one in found) else "the same command with its --set"
-    tries = [f"To use one: {how}. To try them all: {lower}{goal}."] if lower else []
+    tries = [f"To use one: {how}. To try them all: --allow {lowest}{goal}."] if lowest != allow else []
     return [f"{head}, predicted:", *(f"  {one.line(original, names)}" for one in found), *tries]

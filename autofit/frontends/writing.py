@@ -77,8 +77,12 @@ def _names(foreign: Foreign) -> dict[str, str]:
         others = (True, False) if isinstance(given, bool) else (given, *_ATTENTION) if key == _KERNEL else ()
         values = [value for value in others or (given,) if can_say(foreign, key, value)]
         said = [(value, in_own_keys(foreign, {key: value})) for value in values]
-        whole = len(said) == 2 if isinstance(given, bool) else key == _KERNEL or said == [(given, {own: given})]
-        if own != key and given in values and whole and all(list(words) == [own] for _, words in said):
+        whole = (
+            len(said) == 2
+            if isinstance(given, bool)
+            else key == _KERNEL or all(words.get(own) == value for value, words in said)
+        )
+        if own != key and given in values and whole and all(own in words for _, words in said):
             found[key] = own
             found |= {f"{key}={value}": str(words[own]) for value, words in said if words[own] != value}
     return found
@@ -134,7 +138,7 @@ _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl tr
          trl_recipe.HANDBOOK: "accelerate launch YOUR_SCRIPT.py --config",
          VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
 _KERNEL = "attn_implementation"
-_SET_BY_A_SEARCH = ("use_liger_kernel",)
+_SET_BY_A_SEARCH = ("use_liger_kernel", "load_in_4bit", "load_in_8bit")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""

@@ -258,7 +258,10 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
     if asked in NAMES:
         found = winner(trials, **rule) if asked == BEST else leanest(trials)
         if found is None:
-            raise ConfigError(f"there is no {asked} trial: no trial fits yet; run `autofit search` to its end first")
+            raise ConfigError(
+                f"there is no {asked} trial: no trial fits yet; run `autofit search` to its end, and where it has "
+                "ended `autofit report` says what would fit"
+            )
         return found
     numbers = [str(t.number) for t in trials]
     if asked not in numbers:

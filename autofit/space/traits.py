@@ -167,7 +167,7 @@ def describe_changes(
     for key, value in changes.items():
         own = inner_value(original, key) if "." in key else original.get(key)
         name = (names or {}).get(key, key)
-        name = name.rpartition(".")[2] if name.count(".") > 1 else name  # far inside: long, and known by its last part
+        name = _short(name)
         if key == "env" and isinstance(value, Mapping):
             parts += [f"{variable}={setting}" for variable, setting in value.items()]
         elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name
@@ -177,11 +177,16 @@ def describe_changes(
     return ", ".join(parts) or "the recipe as it is"
 
 
+def _short(name: str) -> str:
+    """The name of a setting; of one far inside, which is long, its last part."""
+    return name.rpartition(".")[2] if name.count(".") > 1 else name
+
+
 def describe_left_out(left_out: Mapping[str, str]) -> str:
     """`use_vllm: vllm is not installed (pip install vllm); dtype, optim: it needs a GPU`, one part for each reason."""
     by_reason: dict[str, list[str]] = {}
     for knob, reason in left_out.items():
-        by_reason.setdefault(reason, []).append(knob)
+        by_reason.setdefault(reason, []).append(_short(knob))
     return "; ".join(f"{', '.join(knobs)}: {reason}" for reason, knobs in by_reason.items())
 
 
