@@ -10,6 +10,7 @@ are offered even where a setting of a higher tier suffices.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -140,7 +141,9 @@ class _Search:
         tried = self.results.values()
         missed = [c for c in tried if not c.failure and (c.fits or c.least_capacity_bytes is not None)]
         nearest = min(missed, key=lambda c: (not c.fits, c.least_capacity_bytes or 0), default=None)
-        closest = None if found else nearest
+        own = next((k.least_bytes for k in self.known if not k.at), math.inf)
+        closer = nearest is not None and (nearest.fits or (nearest.least_capacity_bytes or 0) < own)
+        closest = nearest if closer and not found else None
         untried = tuple(change for change in tried if change.failure)
         return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried)
 
