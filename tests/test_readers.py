@@ -21,7 +21,17 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.draft import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, changed, in_own_keys, on_card, own_text, own_words, source_of, written
+from autofit.frontends.writing import (
+    can_say,
+    changed,
+    in_16_bits,
+    in_own_keys,
+    on_card,
+    own_text,
+    own_words,
+    source_of,
+    written,
+)
 from autofit.hardware.hardware import has_bfloat16
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
@@ -1025,6 +1035,9 @@ def test_how_the_weights_take_less_is_said_in_the_keys_of_the_file(tmp_path: Pat
     assert _or_less(recipe, 1) == ", or set pure_bf16: true"
     assert _or_less(replace(recipe, resolved={"dtype": "bfloat16"}), 1) == ""
     assert _or_less(replace(recipe, foreign={}), 1) == ", or set dtype: bfloat16"
+    assert in_16_bits(source.foreign) == "pure_bf16: true"
+    path.write_text(yaml.safe_dump(LLAMA))
+    assert in_16_bits(source_of(path).foreign) == ""  # LoRA's frozen weights are in 16 bits, and it has no key for more
 
 
 def test_bf16_auto_of_axolotl_is_fp16_on_a_card_without_bfloat16(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from autofit.errors import option
 from autofit.forecast.advice import Advice, Ending
 from autofit.forecast.change import Change, OtherCard
 from autofit.forecast.margin import is_tight
+from autofit.frontends.writing import in_16_bits
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
@@ -42,9 +43,10 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
     ):
         return []
     unset = "" if recipe.values.get("dtype") else "`dtype` is not set, so "
+    halved = in_16_bits(recipe.foreign)
     return [
-        f"{unset}the weights are loaded in float32: {format_bytes(nbytes)} for {count / 1e9:.2f} B parameters; "
-        "dtype: bfloat16 takes half of that"
+        f"{unset}the weights are loaded in float32: {format_bytes(nbytes)} for {count / 1e9:.2f} B parameters"
+        + (f"; {halved} takes half of that" if halved else "")
     ]
 
 

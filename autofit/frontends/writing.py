@@ -387,6 +387,14 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     return ", ".join((*parts, *others))
 
 
+def in_16_bits(origin: Mapping[str, object]) -> str:
+    """How the weights are held in bfloat16, in the keys of the file that a recipe was; "" where its tool has none."""
+    halved = {"dtype": "bfloat16"}
+    if not origin:
+        return "dtype: bfloat16"
+    return own_words(origin, halved) if own_changes(origin, halved)[0] else ""
+
+
 def in_own_names(origin: Mapping[str, object], text: str) -> str:
     """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
     known = own_names(origin)
