@@ -39,9 +39,10 @@ def test_the_arguments_are_a_plain_trainers_on_the_ranks_that_are_started(
     assert (found.trainer, found.ranks, found.prompt_tokens) == ("hf", ranks, 2048)
     wanted = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "gradient_checkpointing": True,
-        "bf16": True, "dtype": "float32",
+        "bf16": True, "dtype": "float32", "max_length": 2048,  # else the trainer would cut its samples to 1,024
     }  # fmt: skip
     assert wanted.items() <= found.values.items()
+    assert found.keys["max_length"] in ("model_max_length", "max_seq_length")
     assert "use_peft" not in found.values
     assert any("knows what they do: data_path, lazy_preprocess" in note for note in found.notes)
     assert any("float32 is taken, the larger" in note for note in found.notes)
