@@ -216,6 +216,13 @@ def on_card(own: Changed, *, bfloat16: bool) -> Changed:
     return replace(own, source=replace(source, notes=(*source.notes, note)))
 
 
+def as_long(source: Source, tokens: int | None) -> Source:
+    """`source` with samples of `tokens`, where a program of one's own has no limit of them that is known."""
+    if tokens is None or source.foreign.get("tool") != hf_script.TOOL or "max_length" in source.values:
+        return source
+    return replace(source, values={**source.values, "max_length": tokens})
+
+
 _COMMAND = Path("the command")  # where a command is given itself, and no script
 
 
