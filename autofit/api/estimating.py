@@ -238,6 +238,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         own = on_card(own, bfloat16=has_bfloat16(device))
         source, changes = own.source, own.changes
         needs = card_needs({**source.values, **changes})
+        needs.check_kernels(device)
         check_prompt_tokens(asked.prompt_tokens, device)
         server = server or fork_server(folder)
         try:

@@ -120,6 +120,8 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     own = on_card(own, bfloat16=node is not None or has_bfloat16(device))
     source, changes = own.source, own.changes
     needs = card_needs({**source.values, **changes})
+    if device.startswith("sim:"):
+        needs.check_kernels(device)
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
         read_space(asked.space, trainer=None)  # a wrong one is said at once

@@ -39,6 +39,16 @@ class CardNeeds:
         """The features that `spec` does not have, each with its setting in the recipe."""
         return tuple(f"{name} ({said})" for name, least, said in self.features if spec.compute_capability < least)
 
+    def check_kernels(self, device: str) -> None:
+        """Raise ConfigError where a simulated card has no kernel that the recipe names: nothing stands in for it."""
+        spec = _spec(device.removeprefix("sim:"))
+        lacking = [said for said in self.lacking(spec) if said.startswith("flash attention 2")]
+        if lacking:
+            raise ConfigError(
+                f"{spec.name} has no {lacking[0]}, and nothing computes it there: set another attention, such as sdpa, "
+                f"or give another {option('gpu')}"
+            )
+
     @property
     def words(self) -> str:
         """`bfloat16 and flash attention 2`; "" for a recipe that any card runs."""
