@@ -1,5 +1,6 @@
 """What another tool's file or a command trains, and which of its values the trainer does not take. No torch here."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -33,7 +34,8 @@ def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int
 
 def _check(source: Source) -> None:
     """Raise ConfigError for keys and values that the trainer does not take: not for what lies on another machine."""
-    values = {**source.values, _MODEL: "any/model"} if source.values.get(_MODEL) else source.values
+    # in the place of the model a path that is there, of which nothing is known
+    values = {**source.values, _MODEL: os.devnull} if source.values.get(_MODEL) else source.values
     check_source_early(
         replace(source, values=values), trainer=None, device="sim:", changes={},
         prompt_tokens=source.prompt_tokens or PROMPT_TOKENS,
