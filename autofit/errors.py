@@ -89,6 +89,13 @@ class Cancelled(AutofitError):
     """What was asked for was cancelled before it answered."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C before there was a result. A notebook shows one line, as for an error."""
+
+    def _render_traceback_(self) -> list[str]:
+        return ["interrupted before there was a result; the same call goes on with what is kept"]
+
+
 class EnvironmentFault(AutofitError):
     """A fault of the machine: no space left, a database that cannot be read, a process that died."""
 

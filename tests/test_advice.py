@@ -134,6 +134,13 @@ def test_where_nothing_fits_the_closest_and_its_bytes_are_told() -> None:
     assert len(asked) <= 2
 
 
+def test_a_change_that_needs_more_than_the_recipe_is_not_the_closest() -> None:
+    def worse(values: Values) -> dict[str, dict[str, int]]:
+        return {"update": {"weights": (8 if values["per_device_train_batch_size"] == 8 else 80) * GB}}
+
+    assert advice(1 * GB, law=worse).closest is None
+
+
 def test_an_answer_takes_few_probes() -> None:
     for capacity, most in ((60, 5), (30, 6), (20, 7), (12, 10), (7, 12), (5.2, 12)):
         asked: list[Values] = []
@@ -287,6 +294,16 @@ def test_what_ranks_share_may_leave_nothing_on_a_card_so_that_it_is_tried() -> N
     bounds = Bounds(grpo_recipe(world_size=8), own)
     settings: Assignment = {"launch.sharding": "fsdp2", "launch.offload": "parameters", SYNC_EACH_BATCH: True}
     assert [bounds.least_bytes(known, {name: value}) for name, value in settings.items()] == [5, 5, 5]
+
+
+def test_what_ranks_would_hold_whole_again_is_not_tried_where_that_has_no_room() -> None:
+    held = {"weights": 7 * GB, "optimizer": 15 * GB, "gradients": 30 * GB}
+    known = Known(at={}, parts={"update": held}, outside_bytes=GB, context_bytes=5)
+    own: Assignment = {"launch.sharding": "fsdp2"}
+    recipe = grpo_recipe(world_size=4)
+    bounds = Bounds(replace(recipe, launch=replace(recipe.launch, ranks=4)), own)
+    sizes = {value: bounds.least_bytes(known, {"launch.sharding": value}) for value in ("ddp", "zero2", "zero3")}
+    assert sizes == {"ddp": 4 * 22 * GB + 5, "zero2": 28 * GB + 5, "zero3": 5}
 
 
 @pytest.mark.parametrize(

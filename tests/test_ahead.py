@@ -17,8 +17,10 @@ from autofit.api import searching
 from autofit.api.events import Event, TrialResult
 from autofit.commands.common import Bar
 from autofit.commands.predict import _Display
+from autofit.forecast.advice import Ending
 from autofit.forecast.estimate import Estimator
 from autofit.tuning.frontier import Trial, winner
+from autofit.tuning.record import record_of
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import trials_of
 
@@ -95,6 +97,24 @@ def test_advice_that_is_at_work_when_the_search_is_interrupted_is_cancelled(
     assert estimator.cancelled.is_set()
     assert ahead._made is not None
     assert ahead._made.done()
+
+
+def test_ctrl_c_while_changes_are_looked_for_keeps_what_the_search_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(_: float, work: Callable[[], Any], *, cancel: Callable[[Ending], None]) -> tuple[Any, Ending]:
+        cancel(Ending.INTERRUPT)
+        return work(), Ending.INTERRUPT
+
+    monkeypatch.setattr(searching, "outside", outside)
+    monkeypatch.setattr(searching, "within", pressed)
+    estimator, heard = _Estimator(tmp_path / "advice"), list[Event]()
+    monkeypatch.setattr(searching._Run, "_estimator", lambda *_: estimator)
+    search = search_in(tmp_path, trials=None, at_once=1)[0]
+    run = searching._Run(cast(Any, None), cast(Any, None), heard.append, None, None)
+    assert not run._keep_outside(plan(tmp_path, None), search.study, None)
+    assert [event.text for event in heard if event.interrupted] == ["stopping the simulations at work"]
+    assert record_of(search.study).outside is None  # for the next time
 
 
 def test_a_line_on_the_terminal_says_that_changes_are_looked_for_until_the_search_has_ended() -> None:

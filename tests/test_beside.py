@@ -134,7 +134,7 @@ def test_the_winner_is_simulated_again_only_where_its_trial_does_not_say_what_is
 def test_what_lies_outside_is_a_line_each_with_its_option() -> None:
     change = Outside.of(faster(below="neutral")[0][0], step_s=9.0)
     _, line, tries = outside_lines([change], {"dtype": None}, "neutral", fits=True)
-    assert "--allow approximate or --allow recipe" in tries
+    assert "To try them all: --allow approximate with" in tries
     assert line == "  dtype None -> bfloat16 (approximate): 5.00 s a step, 9.00 GB, 1.80x   --set dtype=bfloat16"
     assert outside_lines([], {}, "neutral", fits=True) == []
     full = replace(faster(below="neutral")[0][0], device_used_bytes=10 * GB, shown_bytes=9 * GB)  # a cache fills it

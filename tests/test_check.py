@@ -15,11 +15,12 @@ from recipes import grpo_recipe, inspect
 from trl import SFTTrainer
 
 from autofit.api import checking, estimating
+from autofit.api.arguments import named_as_arguments
 from autofit.api.checking import Check
 from autofit.api.events import Event
 from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
-from autofit.errors import ConfigError, told
+from autofit.errors import ConfigError, Interrupted, told
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import Advice, Ending, advice_lines
 from autofit.forecast.change import Change
@@ -275,6 +276,49 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
         assert happened == ["verdict"]
         with pytest.raises(ConfigError, match="advice_time"):
             call(None, advice_time="soon")
+
+
+def test_ctrl_c_keeps_the_verdict_and_is_one_line_in_a_notebook_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pressed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    cancelled: list[bool] = []
+    made = SimpleNamespace(
+        recipe=grpo_recipe(), device="sim:a10g", capacity_bytes=CARD.capacity_bytes,
+        cancel=lambda: cancelled.append(True), estimate=lambda: result(CARD.capacity_bytes + GB),
+    )  # fmt: skip
+    for module in (checking, estimating):
+        monkeypatch.setattr(module, "estimator", lambda *_: nullcontext(made))
+    monkeypatch.setattr(estimating.Asked, "typical", pressed)
+    for call in (checking.check, estimating.estimate):
+        found = call(None)
+        assert (found.interrupted, found.fits, cancelled.pop()) == (True, False, True)
+    with pytest.raises(Interrupted) as stopped, named_as_arguments():
+        pressed()
+    assert stopped.value._render_traceback_() == [
+        "interrupted before there was a result; the same call goes on with what is kept"
+    ]
+
+
+def test_notes_that_nobody_hears_stand_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(
+        recipe=grpo_recipe(), device="sim:a10g", capacity_bytes=CARD.capacity_bytes, estimate=lambda: result(10 * GB)
+    )
+
+    def estimator(_: object, tell: Callable[[Event], None]) -> nullcontext[SimpleNamespace]:
+        tell(Event(label="note", text="the loss is not simulated"))
+        tell(Event(text="a model on a card"))
+        return nullcontext(made)
+
+    for module in (checking, estimating):
+        monkeypatch.setattr(module, "estimator", estimator)
+    heard: list[Event] = []
+    for call in (checking.check, estimating.estimate):
+        assert call(None, advice_time=0).noted == ["note: the loss is not simulated"]
+        assert call(None, advice_time=0, on_event=heard.append).notes == ()
+    assert len(heard) == 4
 
 
 def test_a_stream_has_an_object_a_line_the_verdict_before_advice_and_the_whole_at_the_end(

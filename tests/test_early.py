@@ -55,6 +55,12 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "keys"
 
 
+@pytest.fixture(autouse=True)
+def asking_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that may be asked, so that no owner's name is known to be wrong."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+
+
 ASKED = Inspection(device="sim:a100-80gb", worst_case=WorstCase(path=Path("none")), prompt_tokens=64)
 
 
@@ -334,6 +340,21 @@ def test_a_file_that_is_missing_is_told_without_a_table(
     (tmp_path / "weights").mkdir()
     for model in ("weights", "gpt2", "someone/weights", "${first}"):
         check("grpo", {"model_name_or_path": model}, ASKED)
+
+
+def test_where_the_hub_is_not_asked_a_name_that_its_cache_lacks_is_told_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check("sft", {"model_name_or_path": "a/b"}, ASKED)
+    with pytest.raises(ConfigError, match="there is no folder 'a/b/c'"):
+        check("sft", {"model_name_or_path": "a/b/c"}, ASKED)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"got 'Qwen/Qwen3-8BB'; similar names: Qwen/Qwen3-8B"):
+        check("sft", {"model_name_or_path": "Qwen/Qwen3-8BB"}, ASKED)
+    (tmp_path / "hub" / "models--a--b").mkdir(parents=True)
+    for known in ("a/b", "Qwen/Qwen3-8B"):
+        check("sft", {"model_name_or_path": known}, ASKED)
 
 
 def test_what_is_wrong_is_said_in_the_names_of_another_tools_file(tmp_path: Path) -> None:

@@ -51,6 +51,33 @@ def test_an_edit_of_another_tools_file_is_told_in_its_keys(tmp_path: Path) -> No
     assert "run.yaml was edited after the search and says lora_r 16 (the study: 8);" in edit_note(record, tmp_path)
 
 
+SWIFT = "NPROC_PER_NODE=2 swift sft \\\n  --model m --hub_token hf_aaaaaaaaaaaaaaaaaaaa \\\n  --lora_rank 8 --packing\n"
+VERL = "python -m verl.trainer.main_ppo a.b=1 \\\n  data.train_batch_size=64\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "said"),
+    [
+        (SWIFT, "_rank 8", "_rank 16", "lora_rank '16' (the study: '8');"),
+        (SWIFT, "--packing", "--max_length=64", "packing not given (the study: True), max_length '64' (the study: not"),
+        (SWIFT, "NODE=2", "NODE=4", "NPROC_PER_NODE '4' (the study: '2');"),
+        (SWIFT, "aaaa", "aaab", "hub_token '***' (the study: '***');"),
+        (SWIFT, "NPROC", "echo begins\nNPROC", ""),
+        (VERL, "=64", "=32", "data.train_batch_size '32' (the study: '64');"),
+        ("torchrun sft.py --model_name_or_path m --lr 1e-5\n", "1e-5", "1e-4", "lr '1e-4' (the study: '1e-5');"),
+    ],
+)
+def test_an_edit_of_a_script_is_told_in_its_arguments(tmp_path: Path, text: str, old: str, new: str, said: str) -> None:
+    path = tmp_path / "run.sh"
+    record = replace(RECORD, foreign={"tool": "ms-swift", "path": str(path), "text": sealed_text(text)})
+    for content, expected in ((text, ""), (text.replace(old, new), said)):
+        path.write_text(content)
+        os.utime(path, (AFTER, AFTER))
+        found = edit_note(record, tmp_path)
+        assert (expected in found) if expected else found == ""
+        assert "hf_" not in found
+
+
 @pytest.mark.parametrize(
     ("text", "at"), [("max_steps: 60\n", AFTER), ("max_steps: 300\n", BEFORE), ("- a list\n", AFTER), ("{", AFTER)]
 )

@@ -408,6 +408,13 @@ def test_weights_without_a_dtype_are_held_in_float32(tmp_path: Path) -> None:
     assert "all weights trained, held in float32" in str(autofit.explain(tmp_path / "run.yaml"))
 
 
+def test_explain_asks_for_no_model_where_the_hub_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**LLAMA, "model_name_or_path": "of/nobody"}))
+    assert autofit.explain(path).explanation.wrong == ()
+
+
 def test_python_explains_a_file_and_a_command_in_the_words_of_the_screen(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(verl_file(ppo_micro_batch_size_per_gpu=7)))

@@ -65,6 +65,21 @@ def test_of_equally_fast_trials_the_one_with_clearly_less_memory_wins(
     assert ("among the fastest of the" in said) is (" % faster, but " in said), said  # the two do not contradict
 
 
+@pytest.mark.parametrize(
+    ("step_s", "used_gb", "tier", "number"),
+    [(2.99, 4.9, "recipe", 1), (2.9, 4.9, "recipe", 2), (2.99, 4.0, "recipe", 2), (2.99, 4.9, "neutral", 2)],
+)
+def test_a_change_of_the_training_that_gains_next_to_nothing_is_left_out(
+    step_s: float, used_gb: float, tier: Tier, number: int
+) -> None:
+    plain = replace(trial(1, 3.0, 5, tier=tier), changes={"max_length": 512})
+    more = replace(trial(2, step_s, used_gb, tier=tier), changes={"max_length": 512, "lora_r": 4})
+    other = replace(trial(3, 2.995, 5, tier=tier), changes={"max_length": 256})  # another change, no part of it
+    best = winner([plain, more, other], goal="speed", target_bytes=10 * GB)
+    assert best is not None
+    assert best.number == number
+
+
 def costs_of(one: Trial) -> float:
     return one.step_s or 0.0
 

@@ -64,6 +64,13 @@ def test_the_card_of_a_size_has_what_the_recipe_needs(
     assert choose_device_and_target("auto", None, parse_bytes(size), card_needs(recipe))[0] == f"sim:{card}"
 
 
+def test_a_card_without_the_kernels_that_a_recipe_names_is_refused_before_its_simulation() -> None:
+    needs = card_needs({"attn_implementation": "flash_attention_2", "fp8": True})
+    with pytest.raises(ConfigError, match=r"t4 has no flash attention 2 .* set another attention"):
+        needs.check_kernels("sim:t4")
+    needs.check_kernels("sim:rtx3090")
+
+
 def test_the_choice_of_a_card_is_said_with_how_to_change_it() -> None:
     needs = card_needs({"dtype": "bfloat16", "bf16": True})
     assert about_choice("sim:rtx4080", None, 16 * GB, needs) == (

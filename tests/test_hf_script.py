@@ -6,7 +6,7 @@ import pytest
 
 from autofit.errors import ConfigError
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import source_of
+from autofit.frontends.writing import as_long, source_of
 
 ARGUMENTS = (
     "--model_name_or_path Qwen/Qwen2.5-7B-Instruct --data_path data.json --bf16 True --model_max_length 2048 "
@@ -39,16 +39,26 @@ def test_the_arguments_are_a_plain_trainers_on_the_ranks_that_are_started(
     assert (found.trainer, found.ranks, found.prompt_tokens) == ("hf", ranks, 2048)
     wanted = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "gradient_checkpointing": True,
-        "bf16": True, "dtype": "float32",
+        "bf16": True, "dtype": "float32", "max_length": 2048,  # else the trainer would cut its samples to 1,024
     }  # fmt: skip
     assert wanted.items() <= found.values.items()
+    assert found.keys["max_length"] in ("model_max_length", "max_seq_length")
     assert "use_peft" not in found.values
     assert any("knows what they do: data_path, lazy_preprocess" in note for note in found.notes)
     assert any("float32 is taken, the larger" in note for note in found.notes)
-    assert f"x {ranks} ranks = {8 * ranks}" in dict(explain(path).lines)["effective batch"]
+    assert f"x {ranks} rank{'s' if ranks > 1 else ''} = {8 * ranks}" in dict(explain(path).lines)["effective batch"]
     source = source_of(path)
     assert source.trainer == "hf"
     assert source.notes[0].startswith("a script with transformers' arguments: a plain transformers Trainer")
+
+
+def test_samples_are_as_long_as_was_told_where_the_script_has_no_length(tmp_path: Path) -> None:
+    arguments = ARGUMENTS.replace("--model_max_length 2048 ", "")
+    source = source_of(script(tmp_path, f"torchrun train.py {arguments}\n"))
+    assert as_long(source, None) == source
+    assert as_long(source, 4096).values["max_length"] == 4096
+    limited = source_of(script(tmp_path, f"torchrun train.py {ARGUMENTS}\n"))
+    assert as_long(limited, 4096) == limited
 
 
 @pytest.mark.parametrize(

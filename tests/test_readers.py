@@ -21,7 +21,18 @@ from autofit.frontends.command import UNSURE, commands
 from autofit.frontends.draft import Foreign
 from autofit.frontends.ms_swift import TYPE
 from autofit.frontends.reading import explain, read
-from autofit.frontends.writing import can_say, changed, in_own_keys, own_text, own_words, source_of, written
+from autofit.frontends.writing import (
+    can_say,
+    changed,
+    in_16_bits,
+    in_own_keys,
+    on_card,
+    own_text,
+    own_words,
+    source_of,
+    written,
+)
+from autofit.hardware.hardware import has_bfloat16
 from autofit.plugin.registry import trainer_for
 from autofit.recipe.launching import LaunchOptions, launched
 from autofit.recipe.recipe import own_names
@@ -1024,16 +1035,39 @@ def test_how_the_weights_take_less_is_said_in_the_keys_of_the_file(tmp_path: Pat
     assert _or_less(recipe, 1) == ", or set pure_bf16: true"
     assert _or_less(replace(recipe, resolved={"dtype": "bfloat16"}), 1) == ""
     assert _or_less(replace(recipe, foreign={}), 1) == ", or set dtype: bfloat16"
+    assert in_16_bits(source.foreign) == "pure_bf16: true"
+    path.write_text(yaml.safe_dump(LLAMA))
+    assert in_16_bits(source_of(path).foreign) == ""  # LoRA's frozen weights are in 16 bits, and it has no key for more
+
+
+def test_bf16_auto_of_axolotl_is_fp16_on_a_card_without_bfloat16(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    cases: list[tuple[dict[str, object], tuple[object, object, object]]] = [
+        ({"bf16": "auto"}, (False, True, "float16")), ({}, (False, True, "float16")),
+        ({"bf16": True}, (True, None, "bfloat16")), ({"bf16": "auto", "fp16": False}, (False, None, "float32")),
+    ]  # fmt: skip
+    for given, expected in cases:
+        path.write_text(yaml.safe_dump({**AXO_LORA, **given}))
+        able = changed(source_of(path), {})
+        assert on_card(able, bfloat16=True) == able
+        found = on_card(able, bfloat16=False).source
+        assert tuple(map(found.values.get, ("bf16", "fp16", "dtype"))) == expected
+        assert found.foreign == able.source.foreign  # the file stays the user's
+        assert any("no bfloat16" in note for note in found.notes) == (given.get("bf16", "auto") == "auto")
+    assert not has_bfloat16("sim:t4")
+    assert has_bfloat16("sim:a100-40gb")
 
 
 def test_what_a_search_changed_is_said_in_the_names_of_the_users_own_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    for values, changes, said in [
+    cases: list[tuple[dict[str, object], dict[str, object], str]] = [
         (LLAMA | {"cutoff_len": 64}, {"max_length": 32, "gradient_checkpointing": False},
-         "cutoff_len 64 -> 32, gradient_checkpointing True -> False"),  # whose key says the opposite
+         "cutoff_len 64 -> 32, disable_gradient_checkpointing False -> True"),  # which says the opposite
+        (LLAMA | {"flash_attn": "fa2"}, {"attn_implementation": "sdpa"}, "flash_attn fa2 -> sdpa"),
         (AXO_LORA | {"micro_batch_size": 2}, {"per_device_train_batch_size": 1, "lora_r": 4},
          "micro_batch_size 2 -> 1, lora_r 8 -> 4"),
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    for values, changes, said in cases:
         path.write_text(yaml.safe_dump(values))
         source = source_of(path)
         assert describe_changes(changes, source.values, own_names(source.foreign)) == said

@@ -272,6 +272,22 @@ def test_an_equally_fast_candidate_with_clearly_less_memory_is_probed_before_the
     assert proposal.leaner is leaner
 
 
+@pytest.mark.parametrize(("gain_s", "leaner_gb", "first"), [(0.004, 0.1, 1), (0.05, 0.1, 2), (0.004, 2.0, 2)])
+def test_a_further_change_of_the_training_is_probed_only_where_it_gains_something(
+    gain_s: float, leaner_gb: float, first: int
+) -> None:
+    from autofit.space.space import Candidate
+
+    pairs = [(4, 16), (2, 16), (2, 4)]
+    grid = Grid(["length", "rank"], [(4, 2), (16, 4)], [Candidate(pair) for pair in pairs],
+                tiers=["neutral", "recipe", "recipe"])  # fmt: skip
+    step, used = np.array([2.0, 1.0, 1.0 - gain_s]), np.array([20.0, 8.0, 8.0 - leaner_gb]) * GB
+    predictions = Predictions(candidates=grid.candidates, floor_bytes=used, device_used_bytes=used, step_s=step)
+    sampler = PriorSampler(grid, predictions=predictions, target_bytes=10 * GB)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    assert grid.find(study.ask(sampler.distributions()).params) == first
+
+
 def test_the_search_ends_when_little_is_left_to_gain_and_says_how_little() -> None:
     law = Law(seed=5, off=0.05)
     sampler = law.sampler()

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import command_line
+import optuna
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from autofit.files import cache_folder
 from autofit.frontends.writing import OwnFile, source_of
 from autofit.recipe.secrets import opened, opened_text, sealed, sealed_text, without_secrets
 from autofit.tuning.search import sealed_file
+from autofit.tuning.study import load_study, open_storage
 
 TOKEN, KEY, PASSWORD = "hf_" + "t" * 30, "not-by-its-look-0123456789", "p4ssw0rd-in-a-url"
 GIVEN = {
@@ -68,6 +70,20 @@ hub_token: {TOKEN}
     kept = sealed_file(source_of(path).foreign)
     assert TOKEN not in repr(kept)
     assert OwnFile.of(kept, {"lora_r": 4}).text == path.read_text().replace("lora_r: 8", "lora_r: 4")
+
+
+def test_a_study_of_an_earlier_autofit_is_rid_of_the_secrets_of_another_tools_file_when_it_is_opened(
+    tmp_path: Path,
+) -> None:
+    storage = open_storage(tmp_path, create=True)
+    made = optuna.create_study(study_name="run", storage=storage, directions=["minimize", "minimize"])
+    text = f"base_model: m\nhub_token: {TOKEN}\n"
+    for name, value in {"trainer": "hf", "foreign": {"tool": "Axolotl", "path": "run.yaml", "text": text}}.items():
+        made.set_user_attr(name, value)
+    origin = load_study(tmp_path, None).user_attrs["foreign"]
+    assert TOKEN not in repr(optuna.load_study(study_name="run", storage=open_storage(tmp_path)).user_attrs)
+    assert opened_text(origin["text"]) == text
+    assert origin["path"] == "run.yaml"
 
 
 # 24 kinds, as they stand in recipes; none may be read in anything that autofit keeps.

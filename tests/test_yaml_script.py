@@ -82,7 +82,7 @@ def test_a_script_is_read_with_its_yaml_its_values_and_its_ranks(
     steps = found.values["gradient_accumulation_steps"]
     assert isinstance(steps, int)
     assert f"= {micro * steps} samples" in told["effective batch"]
-    assert (f"x {ranks} ranks" in told["effective batch"]) is (ranks is not None)
+    assert (f"x {ranks} rank" in told["effective batch"]) is (ranks is not None)
 
 
 def test_the_two_lengths_of_2023_are_the_one_that_they_made_together(tmp_path: Path) -> None:

@@ -58,7 +58,21 @@ _FIRST_MODELS = re.compile(r"(albert|bert|camembert|ctrl|distil|gpt2|openai-gpt|
 
 def _is_nowhere(name: str) -> bool:
     """Whether `name`, where it is no folder, can be no model of the hub or the catalogue either."""
-    is_bare = re.fullmatch(r"[\w.-]+", name)  # without an owner, and not ${stage} of a pipeline
-    if not is_bare or _FIRST_MODELS.match(name) or os.environ.get("HF_ENDPOINT"):
+    if "$" in name or catalogue.architecture(name) is not None:  # ${stage} of a pipeline
         return False
-    return catalogue.architecture(name) is None
+    is_bare = re.fullmatch(r"[\w.-]+", name) and not _FIRST_MODELS.match(name) and not os.environ.get("HF_ENDPOINT")
+    return bool(is_bare) or name.count("/") > 1 or (_is_offline() and not _is_kept(name))
+
+
+def _is_offline() -> bool:
+    """Whether the hub's client fetches nothing, by the variables and values that it reads."""
+    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return said.upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _is_kept(name: str) -> bool:
+    """Whether the cache of the hub's client has a folder of the model `name`."""
+    variables = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    places = [Path(home) / "hub", *(Path(os.environ[v]) for v in variables if os.environ.get(v))]
+    return any((place.expanduser() / f"models--{name.replace('/', '--')}").is_dir() for place in places)

@@ -110,6 +110,17 @@ def weights_tiers(resolved: Mapping[str, object]) -> dict[str, Tier]:
     return {key: "recipe" for key, more in changed.items() if more and key in resolved}
 
 
+def on_ranks(tiers: Mapping[str, Tier], *, many: bool, generates: bool) -> dict[str, Tier]:
+    """`tiers` as they are where `many` ranks train, or one: what each rank normalises by itself counts on several.
+
+    Another micro-batch deals samples to other ranks then. Completions stay with the rank that generates them.
+    """
+    found = {key: tier for key, tier in tiers.items() if many or key != RANKS}
+    if RANKS in found and not generates:
+        found.setdefault(SPLIT, found[RANKS])
+    return found
+
+
 def note_of_ranks(tiers: Mapping[str, Tier]) -> tuple[str, ...]:
     """What to tell of a recipe on several ranks: whether its gradient depends on their number."""
     if RANKS not in tiers:

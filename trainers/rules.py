@@ -1,7 +1,8 @@
 """Rules of TRL and transformers that hold several keys together, told before either is imported. No torch here.
 
 Those of `TrainingArguments._validate_args`, of the `__post_init__` of TRL's configs and of the trainers, as read in
-transformers 5.23 and TRL 1.16. A number that is given as text is left to their parser.
+transformers 5.23 and TRL 1.16; tests/test_early.py holds them against the installed ones, and they are those of TRL
+1.14.2 and transformers 5.17 too. A number that is given as text is left to their parser.
 """
 
 import os

@@ -23,7 +23,7 @@ from .common import Counts, lengths, read_worst_case, sampled, samples_per_step,
 from .image_prompts import has_images
 from .inspection import ModelFacts, architecture_hash, keep, model_facts, with_stand_ins
 from .key_table import KeyTable, keep_table, kept_table, table_of
-from .keys import RANKS, SAMPLES, TILE_TOKENS, note_of_ranks, sample_tiers
+from .keys import SAMPLES, TILE_TOKENS, note_of_ranks, on_ranks, sample_tiers
 from .knobs import at_top_level, left_out
 from .names import command_of, installed, one_name_each, overridden, parser_of, script, synonyms
 from .offline import with_local_file
@@ -142,11 +142,10 @@ class TrlTrainer:
         reasons = left_out(self.name, resolved, half=model.weights_bytes <= 2 * model.parameters)
         notes = cast("tuple[str, ...]", longest.pop("notes", ()))
         images = longest.pop("images", 0)
-        tiers = dict(self.tiers(
-            resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding
-        ))  # fmt: skip
-        if inspection.ranks == 1:
-            tiers.pop(RANKS, None)
+        tiers = on_ranks(
+            self.tiers(resolved, balances_experts=model.balances_experts, counts_padding=model.counts_padding),
+            many=inspection.many, generates=self.keys.rollout is not None,
+        )  # fmt: skip
         return Facts(
             name=self.name, resolved=resolved, values={k: plain(v) for k, v in given.items()}, keys=self.keys,
             space=str(self.space), model=str(resolved["model_name_or_path"]), command=command_of(self.name),

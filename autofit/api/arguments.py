@@ -13,7 +13,7 @@ from typing import TypeVar
 from autofit.api.events import Event, OnEvent, silent
 from autofit.cluster.executor import Executor, executor_given
 from autofit.cluster.scheduler import check_commands
-from autofit.errors import AutofitError, ConfigError, Option, nearest, option
+from autofit.errors import AutofitError, ConfigError, Interrupted, Option, nearest, option
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.files import cannot_write, check_is_own
 from autofit.recipe.launch import MOST_RANKS
@@ -30,12 +30,14 @@ _RENAMED = {"dir": "folder", "set": "changes", "write-only": "launch=False"}
 
 @contextlib.contextmanager
 def named_as_arguments() -> Iterator[None]:
-    """Let the errors within name arguments as Python has them."""
+    """Let the errors within name arguments as Python has them, and Ctrl-C be one line in a notebook."""
     try:
         yield
     except AutofitError as error:
         error.named = as_argument
         raise
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
 
 
 def as_argument(option: Option) -> str:

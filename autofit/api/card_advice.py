@@ -25,7 +25,7 @@ from autofit.probing.result import ProbeResult
 from autofit.recipe.launch import Launch
 from autofit.recipe.launching import launch_options
 from autofit.recipe.profile import profile
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.recipe import Recipe, own_names
 from autofit.space.traits import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds
 
@@ -222,7 +222,9 @@ class CardAdvice(Shown):
     def _changes(self, offer: Offer) -> str:
         launch = self.recipe.launch
         return describe_changes(
-            self._changed(offer), {**self.recipe.resolved, "sharding": launch.sharding, "offload": launch.offload}
+            self._changed(offer),
+            {**self.recipe.resolved, "sharding": launch.sharding, "offload": launch.offload},
+            own_names(self.recipe.foreign),
         )
 
     def _changed(self, offer: Offer) -> Mapping[str, object]:

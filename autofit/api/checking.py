@@ -9,8 +9,8 @@ from typing import Literal
 from rich.table import Table
 
 from autofit.api.arguments import named_as_arguments, seconds_or_none
-from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, Predicted, estimator, with_advice
-from autofit.api.events import Event, OnAdvice, OnEvent, silent
+from autofit.api.estimating import ADVICE_TIME, Asked, GivenLengths, Predicted, estimator, with_advice, with_typical
+from autofit.api.events import Event, OnAdvice, OnEvent, keeping
 from autofit.api.reading import Given
 from autofit.forecast.advice import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
@@ -73,7 +73,7 @@ class Check(Predicted):
         """The line, what decides where it is tight, why the weights take so much, and what to change."""
         older = then_lines(self.then, self.result, self.capacity_bytes)
         care = care_lines(self.result, self.recipe, self.capacity_bytes)
-        return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advice_parts()]
+        return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advice_parts(), *self.noted]
 
     @property
     def of_typical(self) -> list[str]:
@@ -159,7 +159,8 @@ def check(
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
-    tell = on_event or silent
+    notes: list[str] = []
+    tell = on_event or keeping(notes)
     with named_as_arguments():
         advice_s = seconds_or_none("advice-time", advice_time)
         gpu, launch = launch_options(
@@ -179,10 +180,10 @@ def check(
         if on_result is not None:
             on_result(found)
         if not found.fits:
-            found = replace(found, typical=asked.typical(made, result, tell))
+            found = with_typical(found, asked, made, tell)
             if on_typical is not None:
                 on_typical(found)
-        if safe or not advice_s:
-            return found
-        look = partial(made.mends, result, tell=lambda text: tell(Event(text=text)), wanted=1)
-        return with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
+        if advice_s and not safe and not found.interrupted:
+            look = partial(made.mends, result, tell=lambda text: tell(Event(text=text)), wanted=1)
+            found = with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
+        return replace(found, notes=tuple(notes))

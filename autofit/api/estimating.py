@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from rich.table import Table
 
 from autofit.api.arguments import as_argument, named_as_arguments, seconds, seconds_or_none, size
-from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, silent
+from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, keeping
 from autofit.api.reading import (
     Given,
     check_prompt_tokens,
@@ -29,8 +29,8 @@ from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, 
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
-from autofit.frontends.writing import changed
-from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target
+from autofit.frontends.writing import changed, on_card
+from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target, has_bfloat16
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
@@ -63,6 +63,7 @@ class Predicted(Shown):
     advice: Advice | None = None  # what would make it fit, or faster; None where none was looked for
     then: Then | None = None  # what older libraries did with it; None where none were named
     typical: Typical | None = None  # the steps as they are drawn from the lengths; None where these are not known
+    notes: tuple[str, ...] = ()  # of the recipe and its simulation, where no `on_event` heard them
 
     @property
     def fits(self) -> bool:
@@ -73,6 +74,11 @@ class Predicted(Shown):
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the search for advice: what was found before is here."""
         return self.advice is not None and self.advice.ending is Ending.INTERRUPT
+
+    @property
+    def noted(self) -> list[str]:
+        """The lines of the notes."""
+        return [f"note: {note}" for note in self.notes]
 
     @property
     def advised(self) -> list[str]:
@@ -137,7 +143,7 @@ class Estimate(Predicted):
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
         older += [] if self.theirs is None else self.theirs.lines(self.today)
-        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advice_parts()]
+        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advice_parts(), *self.noted]
 
     @property
     def today(self) -> Today:
@@ -226,9 +232,12 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("deadline", asked.deadline) or 0
         own = changed(source_of(asked.recipe, launch=asked.launch), asked.changes)
+        needs = card_needs({**own.source.values, **own.changes})
+        device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
+        own = on_card(own, bfloat16=has_bfloat16(device))
         source, changes = own.source, own.changes
         needs = card_needs({**source.values, **changes})
-        device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
+        needs.check_kernels(device)
         check_prompt_tokens(asked.prompt_tokens, device)
         server = server or fork_server(folder)
         try:
@@ -281,6 +290,16 @@ def of_quantised(recipe: Recipe) -> list[str]:
         if finding.stops:
             raise ConfigError(str(finding))
     return [str(finding) for finding in found if finding.severity is Severity.WARNING]
+
+
+def with_typical(found: Found, asked: Asked, made: Estimator, tell: OnEvent) -> Found:
+    """`found` with the typical step; at Ctrl-C as it is, with `interrupted` set."""
+    try:
+        return replace(found, typical=asked.typical(made, found.result, tell))
+    except KeyboardInterrupt:
+        tell(STOPPING)
+        made.cancel()
+        return replace(found, advice=Advice(ending=Ending.INTERRUPT))
 
 
 def with_advice(
@@ -347,7 +366,8 @@ def estimate(
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
     """
-    tell = on_event or silent
+    notes: list[str] = []
+    tell = on_event or keeping(notes)
     with named_as_arguments():
         advice_s = seconds_or_none("advice-time", advice_time)
         gpu, launch = launch_options(
@@ -369,10 +389,10 @@ def estimate(
         )  # fmt: skip
         if on_result is not None:
             on_result(found)
-        found = replace(found, typical=asked.typical(made, result, tell))
+        found = with_typical(found, asked, made, tell)
         if on_typical is not None:
             on_typical(found)
-        if not advice or not advice_s:
-            return found
-        look = partial(made.advice, result, tell=lambda text: tell(Event(text=text)))
-        return with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
+        if advice and advice_s and not found.interrupted:
+            look = partial(made.advice, result, tell=lambda text: tell(Event(text=text)))
+            found = with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
+        return replace(found, notes=tuple(notes))

@@ -152,3 +152,13 @@ OnAdvice = Callable[[float | None], None]  # hears the most seconds that advice 
 
 def silent(_: Event) -> None:
     """Shows nothing."""
+
+
+def keeping(notes: list[str]) -> OnEvent:
+    """Shows nothing, and adds to `notes` what a result has to say where nobody hears it."""
+
+    def keep(event: Event) -> None:
+        if event.label == "note":
+            notes.append(event.text)
+
+    return keep

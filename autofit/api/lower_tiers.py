@@ -16,8 +16,10 @@ from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge, own_names
+from autofit.space.knob import Value
 from autofit.space.space import Candidate, Space
 from autofit.space.traits import describe_changes
+from autofit.tuning.comparison import is_as_good
 from autofit.tuning.frontier import Trial
 from autofit.units import format_bytes, format_seconds
 
@@ -72,11 +74,21 @@ def _fastest(
     if not able:
         return None
     chosen = min(able, key=lambda i: float(predictions.step_s[i]))
+    changes = {i: _changes(space, predictions.candidates[i]) for i in able}
+    costs = {i: (float(predictions.step_s[i]), float(used[i])) for i in able}
+    plainer = [i for i in able if changes[i] <= changes[chosen] and is_as_good(costs[i], costs[chosen])]
+    chosen = min(plainer, key=lambda i: (len(changes[i]), costs[i]))
     candidate = predictions.candidates[chosen]
     return Relaxed(
         tier=space.tiers[candidate], changes=space.changes(candidate), device_used_bytes=float(more * used[chosen]),
         step_s=float(predictions.step_s[chosen]),
     )  # fmt: skip
+
+
+def _changes(space: Space, candidate: Candidate) -> set[tuple[int, Value]]:
+    """(the place of a knob, its value) where it is not the recipe's."""
+    own = space.baseline.values
+    return {(k, value) for k, value in enumerate(candidate.values) if value != own[k]}
 
 
 def _candidate(space: Space, trial: Trial) -> Candidate:
@@ -198,9 +210,9 @@ def outside_lines(
     """The changes under a heading; [] without one."""
     if not found:
         return []
-    lower = " or ".join(f"--allow {tier}" for tier in TIERS[TIERS.index(allow) + 1 :])
+    lowest = max((one.tier for one in found), key=TIERS.index)
     goal = " with --goal speed-at-any-tier" if fits else ""  # without it a search stays in the highest tier that fits
     head = f"Faster on top of the winner, but outside the {allow} tier" if fits else "What would fit"
     how = "write it into your file" if any(one.own for one in found) else "the same command with its --set"
-    tries = [f"To use one: {how}. To try them all: {lower}{goal}."] if lower else []
+    tries = [f"To use one: {how}. To try them all: --allow {lowest}{goal}."] if lowest != allow else []
     return [f"{head}, predicted:", *(f"  {one.line(original, names)}" for one in found), *tries]

@@ -14,7 +14,7 @@ from autofit.api.promoted import PromotedRun
 from autofit.api.results import SearchResult
 from autofit.api.tables import html_of, sensitivity_table, sentence
 from autofit.probing.result import ProbeStatus
-from autofit.recipe.recipe import inner_value
+from autofit.recipe.recipe import inner_value, own_value
 from autofit.space.traits import describe_changes, reason_for, samples_word
 from autofit.tuning.sensitivity import Neighbour
 from autofit.units import format_bytes, format_seconds
@@ -107,7 +107,8 @@ def _changed(result: SearchResult) -> list[Html]:
     if not best.changes:
         return [head, element("p", "Nothing: the recipe as it is wins."), bullets(notes)]
     rows = [
-        (element("code", result.names.get(key, key)), element("code", _value(old)), element("code", _value(new)),
+        (element("code", result.names.get(key, key)), element("code", _value(own_value(result.names, key, old))),
+         element("code", _value(own_value(result.names, key, new))),
          _tier(key, best, result), joined([reason_for(key, result.traits),
                  *(element("div", line, kind="soft") for line in _alone(key, old, result))]))
         for key, old, new in _settings(best, result.original)
@@ -139,8 +140,11 @@ def _tier(key: str, best: TrialResult, result: SearchResult) -> str:
 def _alone(key: str, old: object, result: SearchResult) -> list[str]:
     """What is known of moving this setting alone, away from the winner; its old value first."""
     rows = [row for row in result.neighbours or () if row.knob == key and row.device_used_delta_bytes is not None]
-    return [_moved(row, "with its old value" if row.after == old else f"with {_value(row.after)}")
-            for row in sorted(rows, key=lambda row: row.after != old)]  # fmt: skip
+
+    def other(row: Neighbour) -> str:
+        return "its old value" if row.after == old else _value(own_value(result.names, key, row.after))
+
+    return [_moved(row, f"with {other(row)}") for row in sorted(rows, key=lambda row: row.after != old)]
 
 
 def _moved(row: Neighbour, with_what: str) -> str:

@@ -16,7 +16,7 @@ from autofit.cluster.executor import LOCAL, Executor
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
 from autofit.errors import ConfigError, at_least_one, option
 from autofit.files import claim
-from autofit.frontends.writing import changed, own_changes, own_words
+from autofit.frontends.writing import changed, in_16_bits, on_card
 from autofit.hardware.hardware import (
     NO_NEEDS,
     CardNeeds,
@@ -25,6 +25,7 @@ from autofit.hardware.hardware import (
     choose_device_and_target,
     choose_target,
     gpus,
+    has_bfloat16,
 )
 from autofit.hardware.health import compiling_faults
 from autofit.probing.fork_server import ForkServer
@@ -115,9 +116,12 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     if device == "cuda" and node is None:
         _check_cards(asked, server, on_event)
     own = changed(source_of(asked.recipe, asked.name, asked.launch), asked.changes)
+    device, target = _device_and_target(asked, node, card_needs({**own.source.values, **own.changes}))
+    own = on_card(own, bfloat16=node is not None or has_bfloat16(device))
     source, changes = own.source, own.changes
     needs = card_needs({**source.values, **changes})
-    device, target = _device_and_target(asked, node, needs)
+    if device.startswith("sim:"):
+        needs.check_kernels(device)
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
         read_space(asked.space, trainer=None)  # a wrong one is said at once
@@ -242,11 +246,9 @@ def _check_target(space: Space, limit_bytes: int) -> None:
 
 def _or_less(recipe: Recipe, limit_bytes: int) -> str:
     """How the weights take less, as the end of a sentence; "" where neither the recipe nor another tool's file can."""
-    ways, halved = list[str](), {"dtype": "bfloat16"}
-    if recipe.resolved.get("dtype") in (None, "float32"):
-        own, _ = own_changes(recipe.foreign, halved) if recipe.foreign else (halved, {})
-        words = own_words(recipe.foreign, halved) if recipe.foreign else "dtype: bfloat16"
-        ways += [f"set {words}"] if own else []
+    ways = list[str]()
+    if recipe.resolved.get("dtype") in (None, "float32") and (words := in_16_bits(recipe.foreign)):
+        ways.append(f"set {words}")
     in_4_bits = None if recipe.model_parameters is None else _IN_4_BITS * recipe.model_parameters
     if in_4_bits is not None and in_4_bits < limit_bytes and recipe.resolved.get("use_peft") and not recipe.foreign:
         ways.append(f"load them in 4 bits ({option('allow')} recipe)")

@@ -57,6 +57,7 @@ def read_recipe(
         raise ConfigError(
             f"{source.what}: its longest sample must have at most {MOST_PROMPT_TOKENS:,} tokens; got {tokens:,}"
         )
+    source = writing.as_long(source, tokens)
     given, asked = {**source.values, **(changes or {})}, trainer or source.trainer
     named = trainer_for(given, asked)
     if asked is None and told_by_columns(given):

@@ -170,7 +170,9 @@ class SearchResult(Shown):
         ]
         outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None, names=self.names)
         runs = [part for run in self.promoted for part in run.parts()]
-        return [self.table(), *([] if beside is None else [beside]), *filter(None, sentences), *outside, *runs]
+        front = self.table()
+        tables = [front] * bool(front.row_count) + ([] if beside is None else [beside])
+        return [*tables, *filter(None, sentences), *outside, *runs]
 
     def margin_words(self, *, predicted: bool = False) -> str:
         """What the winner leaves free, as a sentence; "" without a target. `predicted`: as `margin_sentence` has it."""

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ import numpy as np
 import optuna
 
 from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, own_folder, studies_folder
-from autofit.api.events import Event, OnAdvice, OnEvent, Progress, TrialResult, silent
+from autofit.api.events import STOPPING, Event, OnAdvice, OnEvent, Progress, TrialResult, silent
 from autofit.api.lower_tiers import is_known, outside, where_a_lower_tier_is_faster
 from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
@@ -23,6 +24,7 @@ from autofit.api.tables import trial_line
 from autofit.cluster.executor import Executor
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.files import cache_folder, private_folder, write_atomically
+from autofit.forecast.advice import Ending, within
 from autofit.forecast.composed import Source
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
@@ -59,6 +61,7 @@ from autofit.tuning.study import driving, open_storage, trials_of
 from autofit.units import format_seconds
 
 _HOST_COSTS_S = 30.0  # the most; it takes about a second
+_INTERRUPTED = Stop(StopKind.INTERRUPTED, "interrupted")
 
 
 def search(
@@ -270,10 +273,10 @@ class _Run:
             except KeyboardInterrupt:
                 self._tell(Event(text="stopping the probe at work; its trial waits for the next run", interrupted=True))
                 driver.interrupt()
-                stop = Stop(StopKind.INTERRUPTED, "interrupted")
+                stop = _INTERRUPTED
             _keep_sensitivity(planned, study, forecast)
-            if advising and stop.kind is not StopKind.INTERRUPTED:
-                self._keep_outside(plan, study, ahead)
+            if advising and stop.kind is not StopKind.INTERRUPTED and not self._keep_outside(plan, study, ahead):
+                stop = _INTERRUPTED
         return plan.name, stop
 
     def _note(self, text: str, *, label: str = "") -> None:
@@ -406,22 +409,41 @@ class _Run:
         finally:
             ahead.end()
 
-    def _keep_outside(self, plan: Plan, study: optuna.Study, ahead: "_Ahead | None") -> None:
-        """Keep with the study what lies outside its tier, unless it is known from an earlier run of the same search."""
+    def _keep_outside(self, plan: Plan, study: optuna.Study, ahead: "_Ahead | None") -> bool:
+        """Keep with the study what lies outside its tier, unless it is known from an earlier run of the same search.
+
+        False: Ctrl-C came first.
+        """
         record, trials = record_of(study), trials_of(study)
         best, estimator = winner(trials, **record.rule), self._estimator(plan, "advice")
         if estimator is None or is_known(record.outside, best, record.allow):
-            return
+            return True
         if self._on_advice is not None:
             self._on_advice(None)
-        try:
+        interrupted = False
+
+        def look() -> dict[str, object] | None:
             known = None if ahead is None else ahead.found(best, self._note)
-            found = known or outside(best, trials, estimator, record.allow, tell=self._note)
-            keep_record(study, replace(record, outside=found))
+            return known or outside(best, trials, estimator, record.allow, tell=self._note)
+
+        def cancel(_: Ending) -> None:
+            nonlocal interrupted
+            interrupted = True
+            self._tell(STOPPING)
+            estimator.cancel()
+            if ahead is not None:
+                ahead.cancel()
+
+        try:
+            found, _ = within(threading.TIMEOUT_MAX, look, cancel=cancel)
+            if not interrupted:
+                keep_record(study, replace(record, outside=found))
         except AutofitError as error:  # the search itself is done
-            self._note(f"what lies outside the {record.allow} tier is not known: {error}")
+            if not interrupted:
+                self._note(f"what lies outside the {record.allow} tier is not known: {error}")
         finally:
             shutil.rmtree(estimator.folder, ignore_errors=True)
+        return not interrupted
 
     def _estimator(self, plan: Plan, folder: str) -> Estimator | None:
         """Simulations on the twin of the plan's card; None where there is none."""
@@ -479,9 +501,13 @@ class _Ahead:
             tell(text)
         return made
 
+    def cancel(self) -> None:
+        """Let what is still at work end soon."""
+        self._estimator.cancel()
+
     def end(self) -> None:
         """Stop what is still at work."""
-        self._estimator.cancel()
+        self.cancel()
         self._pool.shutdown()
         shutil.rmtree(self._estimator.folder, ignore_errors=True)
 

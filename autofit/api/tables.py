@@ -18,6 +18,7 @@ from autofit.errors import told
 from autofit.folding import Folding
 from autofit.lines import on_terminal
 from autofit.probing.result import ProbeStatus
+from autofit.recipe.recipe import own_value
 from autofit.space.narrow import missing_packages
 from autofit.space.traits import describe_changes, samples_word
 from autofit.tuning.frontier import Foreseen, Trial
@@ -202,9 +203,8 @@ def sensitivity_table(
         used = f"at least {used}" if row.at_least else used
         step = "-" if row.step_delta_s is None else _signed(row.step_delta_s, format_seconds)
         source = f"{row.fidelity}" if row.trial is None else f"trial {row.trial}, {row.fidelity}"
-        table.add_row(
-            (names or {}).get(row.knob, row.knob), f"{row.before} -> {row.after}", row.tier, used, step, source
-        )
+        before, after = (own_value(names, row.knob, value) for value in (row.before, row.after))
+        table.add_row((names or {}).get(row.knob, row.knob), f"{before} -> {after}", row.tier, used, step, source)
     return table
 
 
@@ -229,10 +229,8 @@ def margin_sentence(margin: Margin, *, predicted: bool = False) -> str:
     if margin.bytes_left is None:
         return ""
     head = f"It leaves {format_bytes(margin.bytes_left)} under the limit"
-    if margin.key is None:
-        return head
-    if margin.tokens is None or (margin.at_least and not margin.tokens):
-        return f"{head}; how far {margin.key} can grow was not predicted"
+    if margin.key is None or margin.tokens is None or (margin.at_least and not margin.tokens):
+        return head  # how far it can grow is not known
     more = "at least" if margin.at_least else "about"
     source = "" if predicted else f" ({margin.fidelity})"
     return f"{head}; {margin.key} can grow by {more} {margin.tokens} tokens{source}"

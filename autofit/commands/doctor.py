@@ -127,7 +127,8 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     from autofit.api.reading import check_prompt_tokens, read_recipe, source_of
     from autofit.cluster.nodes import executor_findings
     from autofit.files import Scratch
-    from autofit.frontends.writing import changed
+    from autofit.frontends.writing import changed, on_card
+    from autofit.hardware.hardware import has_bfloat16
     from autofit.hardware.health import look_at_cards
     from autofit.probing.fork_server import ForkServer
     from autofit.recipe.as_of import read_libraries, then_of, without_proposal
@@ -135,7 +136,9 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
 
     if options.as_of is not None:
         read_libraries(options.as_of)
-    own = changed(source_of(options.recipe, launch=launch), settings(options.set))
+    own = on_card(
+        changed(source_of(options.recipe, launch=launch), settings(options.set)), bfloat16=has_bfloat16(device)
+    )
     with Scratch("doctor-") as folder:
         server = ForkServer(folder)
         try:

@@ -10,6 +10,7 @@ are offered even where a setting of a higher tier suffices.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -21,13 +22,14 @@ from autofit.errors import Cancelled, ConfigError, option
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
 from autofit.forecast.levers import CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
 from autofit.forecast.margin import is_tight
+from autofit.frontends.writing import in_16_bits
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD, UPDATE
 from autofit.plugin.protocol import ROLLOUT as IN_ROLLOUT
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.recipe import Recipe, own_names
 from autofit.space.space import QUANTIZATION, Value
 from autofit.space.traits import describe_changes
 from autofit.units import format_bytes, format_seconds
@@ -144,7 +146,9 @@ class _Search:
         tried = self.results.values()
         missed = [c for c in tried if not c.failure and (c.fits or c.least_capacity_bytes is not None)]
         nearest = min(missed, key=lambda c: (not c.fits, c.least_capacity_bytes or 0), default=None)
-        closest = None if found else nearest
+        own = next((k.least_bytes for k in self.known if not k.at), math.inf)
+        closer = nearest is not None and (nearest.fits or (nearest.least_capacity_bytes or 0) < own)
+        closest = nearest if closer and not found else None
         untried = tuple(change for change in tried if change.failure)
         return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried)
 
@@ -387,9 +391,10 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
     ):
         return []
     unset = "" if recipe.values.get("dtype") else "`dtype` is not set, so "
+    halved = in_16_bits(recipe.foreign)
     return [
-        f"{unset}the weights are loaded in float32: {format_bytes(nbytes)} for {count / 1e9:.2f} B parameters; "
-        "dtype: bfloat16 takes half of that"
+        f"{unset}the weights are loaded in float32: {format_bytes(nbytes)} for {count / 1e9:.2f} B parameters"
+        + (f"; {halved} takes half of that" if halved else "")
     ]
 
 
@@ -428,7 +433,7 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
         for change in advice.faster:
             lines.append(f"  {change_line(change, recipe, result.median_step_s)}")
     for change in advice.untried:
-        what = describe_changes(change.changes, recipe.resolved)
+        what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
         lines.append(f"could not be tried: {what}: {_without_log(change.failure)}")
     if advice.card is not None:
         lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
@@ -453,7 +458,7 @@ def _mends(advice: Advice, recipe: Recipe, capacity_bytes: int, *, fits: bool) -
 
 
 def _miss(closest: Change, recipe: Recipe, capacity_bytes: int) -> str:
-    what = describe_changes(closest.changes, recipe.resolved)
+    what = describe_changes(closest.changes, recipe.resolved, own_names(recipe.foreign))
     if closest.fits:
         spare = format_bytes(capacity_bytes - closest.shown_bytes)
         return f"leaves {spare}, less than the prediction may be off: {what}"
@@ -468,7 +473,7 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     gain = f", {step_s / change.step_s:.2f}x" if step_s and change.step_s else ""
     tight = ", little to spare" if change.tight else ""
     used = format_bytes(change.shown_bytes)
-    what = describe_changes(change.changes, recipe.resolved)
+    what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
     return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
 
 

@@ -9,6 +9,7 @@ from typing import cast
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import EVALUATION
 from autofit.probing.result import ProbeResult
+from autofit.recipe.findings import SHARDING
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import space_knobs
@@ -196,6 +197,9 @@ MADE = ("activations", "temporaries", "logits", "KV cache")  # categories that a
 _TRAINED = ("gradients", "optimizer")
 _ROLLOUT_PHASES = ("rollout", "scoring", "wake-up", "sync")
 _ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+# What of a model each sharding splits; gradients may be whole between micro-batches.
+_SPLIT = {"zero1": ("optimizer",), "zero2": ("optimizer",), "zero3": ("weights", "optimizer"),
+          "fsdp1": ("weights", "optimizer"), "fsdp2": ("weights", "optimizer")}  # fmt: skip
 _QUANTISED = {"4bit": 0.5, "8bit": 1.0}  # least bytes of a parameter
 
 
@@ -207,6 +211,11 @@ class Known:
     parts: Mapping[str, Mapping[str, int]]
     outside_bytes: int  # the context, and what lies between the allocator's blocks
     context_bytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes of the smallest card on which the run would have its room."""
+        return self.outside_bytes + max(sum(held.values()) for held in self.parts.values())
 
     @classmethod
     def of(cls, at: Assignment, result: ProbeResult, context_bytes: int) -> "Known | None":
@@ -294,6 +303,8 @@ class Bounds:
             )
         if name == QUANTIZATION:
             return self._quantised(str(after)) if category == "weights" else 1.0
+        if name == SHARDING and phase in ("update", "optimizer") and category in _SPLIT.get(str(before), ()):
+            return 0.0 if category in _SPLIT.get(str(after), ()) else self.recipe.launch.ranks  # whole on each again
         if name == "lora_r" and isinstance(after, int) and isinstance(before, int):
             return after / before if category in _TRAINED else 1.0
         if name in (SHARE, keys.engine_share) and isinstance(after, float) and isinstance(before, float):

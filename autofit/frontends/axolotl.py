@@ -317,7 +317,10 @@ def _attention(draft: Draft) -> bool:
 
 
 def _dtype(draft: Draft, *, kept: bool) -> None:
-    """What weights are held in: bfloat16 without float32 masters (resolve_dtype). `bf16: auto` is a card that can."""
+    """What weights are held in: bfloat16 without float32 masters (resolve_dtype). `bf16: auto` is a card that can.
+
+    On one that cannot: `without_bfloat16`.
+    """
     given = draft.raw("bf16", "auto")
     fp16, old = draft.is_on("fp16"), draft.is_on("bfloat16")
     half, single = draft.is_on("float16"), draft.is_on("float32")
@@ -337,6 +340,14 @@ def _dtype(draft: Draft, *, kept: bool) -> None:
             "without flash attention Axolotl holds embeddings, output layer and norms in float32, which is not "
             "simulated: 2 bytes more for each of their weights, and their gradients and states"
         )
+
+
+def without_bfloat16(given: Mapping[str, object]) -> dict[str, object]:
+    """{key: value} that `bf16: auto` comes to on a card without bfloat16 (resolve_dtype); {} where it is not auto."""
+    if str(given.get("bf16", "auto")).lower() != "auto" or truth(given.get("fp16")):
+        return {}
+    halves = given.get("fp16") is None and not truth(given.get("float16"))
+    return {"bf16": False, **({"fp16": True} if halves else {})}
 
 
 def _adapter(draft: Draft) -> None:

@@ -115,8 +115,9 @@ def _made(draft: Draft, folder: Path, ranks: int | None, program: str) -> Foreig
     flash = draft.is_on("use_flash_attn") or draft.is_on("use_flash_attention_2")
     draft.put("attn_implementation", attention or ("flash_attention_2" if flash else None))
     draft.put("use_liger_kernel", True if draft.is_on("use_liger_kernel") else None)
-    lengths = [draft.whole(key) for key in _LENGTHS]
-    tokens = next((length for length in lengths if length is not None), None)
+    lengths = {key: length for key in _LENGTHS if (length := draft.whole(key)) is not None}
+    key, tokens = next(iter(lengths.items()), ("max_length", None))
+    draft.put("max_length", tokens, key)
     take(draft)
     if asks_for_evaluation(draft):
         take_evaluation(draft, "hf", usual=8)

@@ -135,7 +135,7 @@ def _effective(tool: Tool, values: Mapping[str, object], ranks: int | None) -> s
     return (
         f"{each} on each data-parallel rank"
         if ranks is None
-        else f"{each} x {ranks} ranks = {micro * accumulation * ranks}"
+        else f"{each} x {ranks} rank{'s' if ranks > 1 else ''} = {micro * accumulation * ranks}"
     )
 
 

@@ -92,7 +92,9 @@ def batch_words(kind: str, values: Mapping[str, object], ranks: int | None) -> s
     steps = values.get("gradient_accumulation_steps", 1)
     batch = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps}"
     if isinstance(micro, int) and isinstance(steps, int) and min(micro, steps) > 0:
-        each = "on each rank" if ranks is None else f"x {ranks} ranks = {micro * steps * ranks}"
+        each = (
+            "on each rank" if ranks is None else f"x {ranks} rank{'s' if ranks > 1 else ''} = {micro * steps * ranks}"
+        )
         batch += f" = {micro * steps} {'completions' if kind in ('grpo', 'rloo') else 'samples'} {each}"
     return batch
 

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -27,7 +27,7 @@ from autofit.frontends import (
     verl_recipe,
     yaml_script,
 )
-from autofit.frontends.command import script_text, starts
+from autofit.frontends.command import Command, commands, script_text, starts
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, summary
 from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values, starts_training
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
@@ -36,7 +36,7 @@ from autofit.frontends.verl import starts_verl
 from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
 from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import opened_text
-from autofit.recipe.yaml_file import Source, Stated, read_source, read_yaml_mapping
+from autofit.recipe.yaml_file import Source, Stated, parse_yaml, read_source, read_yaml_mapping
 
 
 def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:
@@ -70,13 +70,30 @@ def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[
 
 
 def _names(foreign: Foreign) -> dict[str, str]:
-    """{key of the recipe: the tool's name of it} where the tool says the same value by another name."""
-    found = {}
-    for key, own in foreign.keys.items():
-        value = foreign.values.get(key)
-        if own != key and can_say(foreign, key, value) and in_own_keys(foreign, {key: value}) == {own: value}:
+    """{key of the recipe: the tool's name of it} where the tool has another name of it; values too (`own_names`)."""
+    found: dict[str, str] = {}
+    for key, own in _own_keys(foreign):
+        given = foreign.values.get(key, False if key in _SET_BY_A_SEARCH else None)
+        others = (True, False) if isinstance(given, bool) else (given, *_ATTENTION) if key == _KERNEL else ()
+        values = [value for value in others or (given,) if can_say(foreign, key, value)]
+        said = [(value, in_own_keys(foreign, {key: value})) for value in values]
+        whole = (
+            len(said) == 2
+            if isinstance(given, bool)
+            else key == _KERNEL or all(words.get(own) == value for value, words in said)
+        )
+        if own != key and given in values and whole and all(own in words for _, words in said):
             found[key] = own
+            found |= {f"{key}={value}": str(words[own]) for value, words in said if words[own] != value}
     return found
+
+
+def _own_keys(foreign: Foreign) -> Iterator[tuple[str, str]]:
+    """(key of the recipe, its name in the file), also of those that the file leaves out and a search may set."""
+    yield from foreign.keys.items()
+    for key in set(_SET_BY_A_SEARCH) - set(foreign.keys):
+        if can_say(foreign, key, True) and len(own := in_own_keys(foreign, {key: True})) == 1:
+            yield key, next(iter(own))
 
 
 def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | None) -> dict[str, object]:
@@ -120,6 +137,9 @@ _RUNS = {LLAMA_FACTORY.name: "llamafactory-cli train", AXOLOTL.name: "axolotl tr
          trl_recipe.OPEN_R1: "accelerate launch YOUR_SCRIPT.py --config",
          trl_recipe.HANDBOOK: "accelerate launch YOUR_SCRIPT.py --config",
          VERL.name: "python -m verl.trainer.main_ppo --config-path . --config-name"}  # fmt: skip
+_KERNEL = "attn_implementation"
+_SET_BY_A_SEARCH = ("use_liger_kernel", "load_in_4bit", "load_in_8bit")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 _ENV, _LAUNCH = "env.", "launch."  # prefixes of keys that say how a training is started
 _WORD = r"""(?:"(?:[^"\\]|\\.)*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|\\[^\n]|[^\s\\"';&|])+"""
 
@@ -177,6 +197,30 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
     made = _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
     rest = {key: value for key, value in changes.items() if key not in own}
     return Changed(source=made, changes=rest, unknown=unknown, own=tuple(own))
+
+
+def on_card(own: Changed, *, bfloat16: bool) -> Changed:
+    """`own` as its tool reads it on a card that has `bfloat16`, or has not: `bf16: auto` of Axolotl is fp16 then."""
+    origin = own.source.foreign
+    if bfloat16 or origin.get("tool") != AXOLOTL.name:
+        return own
+    path, ranks = Path(str(origin["path"])), cast("int | None", origin["ranks"])
+    given = parse_yaml(str(origin["text"]))
+    means = axolotl.without_bfloat16(given) if isinstance(given, Mapping) else {}
+    foreign = read(path, text=_edited(origin, means), ranks=ranks) if means else None
+    if foreign is None:
+        return own
+    words = ", ".join(f"{key}: {_flow(value)}" for key, value in means.items())
+    source = _source(foreign, own.source.name, own.source.what, dict(origin))
+    note = f"the card has no bfloat16, where Axolotl takes bf16: auto as {words}"
+    return replace(own, source=replace(source, notes=(*source.notes, note)))
+
+
+def as_long(source: Source, tokens: int | None) -> Source:
+    """`source` with samples of `tokens`, where a program of one's own has no limit of them that is known."""
+    if tokens is None or source.foreign.get("tool") != hf_script.TOOL or "max_length" in source.values:
+        return source
+    return replace(source, values={**source.values, "max_length": tokens})
 
 
 _COMMAND = Path("the command")  # where a command is given itself, and no script
@@ -346,9 +390,19 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
     return ", ".join((*parts, *others))
 
 
+def in_16_bits(origin: Mapping[str, object]) -> str:
+    """How the weights are held in bfloat16, in the keys of the file that a recipe was; "" where its tool has none."""
+    halved = {"dtype": "bfloat16"}
+    if not origin:
+        return "dtype: bfloat16"
+    return own_words(origin, halved) if own_changes(origin, halved)[0] else ""
+
+
 def in_own_names(origin: Mapping[str, object], text: str) -> str:
     """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
-    names = {key: name for key, name in own_names(origin).items() if "_" in key}
+    known = own_names(origin)
+    other = {key.partition("=")[0] for key in known if "=" in key}  # their values are not as in the text
+    names = {key: name for key, name in known.items() if "_" in key and key.partition("=")[0] not in other}
     if not names:
         return text
     keys = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
@@ -486,10 +540,42 @@ def _flow(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
+def stated(path: Path, text: str) -> dict[str, object]:
+    """{key: value} that the `text` of a file of another tool says: of a script what it gives its first training.
+
+    Raises ConfigError for a YAML that cannot be read.
+    """
+    if path.suffix not in SCRIPTS:
+        content = parse_yaml(text)
+        return {str(key): value for key, value in content.items()} if isinstance(content, Mapping) else {}
+    begins = {command.start: command for command in commands(text)}
+    first = begins.get(verls_span(text)[0] if starts_verl(text) else getattr(_first_of(text), "start", -1))
+    return {} if first is None else {**first.variables, **_arguments(first.words)}
+
+
+def _arguments(words: Sequence[str]) -> dict[str, object]:
+    """{name: value} of `--name value`, `--name=value`, `--flag` and `a.b=value`; the last of several counts."""
+    found: dict[str, object] = {}
+    name = ""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key.startswith("--") or (equals and "." in key):
+            name = "" if equals else key[2:]
+            found[key.lstrip("-+")] = value if equals else True
+        elif name:
+            found[name] = word if found[name] is True else f"{found[name]} {word}"
+    return found
+
+
+def _first_of(text: str) -> Command | None:
+    """The first training that a script starts, but for verl's."""
+    readers = (trl_script, yaml_script, hf_script, ms_swift)
+    return next((found[0] for reader in readers for found in reader.started(text)), None)
+
+
 def _in_script(text: str, key: str, value: object) -> str:
     """`text` with `--key` of the first training that it starts set to `value`, None: without it; all else stays."""
-    readers = (trl_script, yaml_script, hf_script, ms_swift)
-    command = next((found[0] for reader in readers for found in reader.started(text)), None)
+    command = _first_of(text)
     if command is None:
         raise ConfigError(ms_swift.NOT_STARTED)
     start, end = command.start, command.end

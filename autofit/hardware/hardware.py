@@ -39,10 +39,28 @@ class CardNeeds:
         """The features that `spec` does not have, each with its setting in the recipe."""
         return tuple(f"{name} ({said})" for name, least, said in self.features if spec.compute_capability < least)
 
+    def check_kernels(self, device: str) -> None:
+        """Raise ConfigError where a simulated card has no kernel that the recipe names: nothing stands in for it."""
+        spec = _spec(device.removeprefix("sim:"))
+        lacking = [said for said in self.lacking(spec) if said.startswith("flash attention 2")]
+        if lacking:
+            raise ConfigError(
+                f"{spec.name} has no {lacking[0]}, and nothing computes it there: set another attention, such as sdpa, "
+                f"or give another {option('gpu')}"
+            )
+
     @property
     def words(self) -> str:
         """`bfloat16 and flash attention 2`; "" for a recipe that any card runs."""
         return " and ".join(dict.fromkeys(name for name, _, _ in self.features))
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether what trains on `device` may be in bfloat16: not on a card below 8.0; where it is not known, yes."""
+    if device.startswith("sim:"):
+        return _spec(device.removeprefix("sim:")).compute_capability >= BFLOAT16_CAPABILITY
+    found = gpus() if device == "cuda" else ()
+    return all((gpu.compute_capability or BFLOAT16_CAPABILITY) >= BFLOAT16_CAPABILITY for gpu in found)
 
 
 def card_needs(values: Mapping[str, object]) -> CardNeeds:

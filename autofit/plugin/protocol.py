@@ -104,7 +104,8 @@ class Inspection:
 
     On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data: the
     longest of samples that differ in length, as those of text do, so batches of it have padding. `changed` has the keys
-    that the user gave besides the recipe: they win over other names of the same setting. `ranks` train together.
+    that the user gave besides the recipe: they win over other names of the same setting. `ranks` train together as the
+    recipe says; it is then spread over `cards` where their number was given.
     """
 
     device: str  # "cpu", "cuda" or "sim:NAME"
@@ -112,6 +113,12 @@ class Inspection:
     prompt_tokens: int | None = None
     changed: tuple[str, ...] = ()
     ranks: int = 1
+    cards: int | None = None
+
+    @property
+    def many(self) -> bool:
+        """Whether several ranks train in the end."""
+        return (self.ranks if self.cards is None else self.cards) > 1
 
     @property
     def simulated(self) -> bool:

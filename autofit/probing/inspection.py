@@ -26,6 +26,7 @@ def run(request_path: str) -> int:
         device=str(request["device"]), worst_case=WorstCase(path=Path(str(request["worst_case"]))),
         prompt_tokens=cast(int | None, request.get("prompt_tokens")),
         changed=tuple(cast(list[str], request["changed"])), ranks=cast(int, request.get("ranks", 1)),
+        cards=cast("int | None", request.get("cards")),
     )  # fmt: skip
     answer: dict[str, object]
     try:

@@ -64,7 +64,7 @@ def prepare(
     answer_path.unlink(missing_ok=True)
     request = {
         "trainer": trainer, "values": dict(read.values), "changed": [key for key in changed if key in read.values],
-        "device": device, "prompt_tokens": prompt_tokens, "ranks": read.launch.ranks,
+        "device": device, "prompt_tokens": prompt_tokens, "ranks": read.launch.ranks, "cards": launch.gpus,
         "worst_case": str(worst_case_path(folder)), "answer": str(answer_path),
     }  # fmt: skip
     write_json(folder / "inspect.json", request)

@@ -14,7 +14,9 @@ import optuna
 from autofit.cluster.executor import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import Scratch, private_folder, write_json
-from autofit.frontends.writing import OwnFile
+from autofit.frontends.command import script_text
+from autofit.frontends.reading import SCRIPTS
+from autofit.frontends.writing import OwnFile, stated
 from autofit.hardware.hardware import Device, slot_names
 from autofit.probing.cluster_launch import launcher_for
 from autofit.probing.fork_server import server_for
@@ -50,9 +52,9 @@ from autofit.proof.proof import Proof, checked
 from autofit.recipe.keys import RENAMED, Tier
 from autofit.recipe.launch import LAUNCH, Launch
 from autofit.recipe.launching import RolloutServer
-from autofit.recipe.recipe import merge
-from autofit.recipe.secrets import masked, sealed
-from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
+from autofit.recipe.recipe import merge, own_names
+from autofit.recipe.secrets import masked, sealed, sealed_text
+from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.traits import describe_changes
 from autofit.tuning.frontier import BEST, LEANEST, Foreseen, Rule, Trial, leanest, leanest_foreseen, winner
 from autofit.tuning.glance import NAMES, no_trial
@@ -75,13 +77,16 @@ _LOOK_S = 0.1  # between two looks at a run
 def edit_note(record: StudyRecord, cwd: Path) -> str:
     """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
     path = Path(str(record.foreign["path"])) if record.foreign else cwd / f"{record.recipe_name}.yaml"
-    if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml"):
+    if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml", *SCRIPTS):
         return ""
     if path.stat().st_mtime <= datetime.fromisoformat(record.used).timestamp():
         return ""
     try:
-        now = sealed(read_yaml_mapping(path, what="recipe"))
-        known = _known(record)
+        if record.foreign:
+            texts = (str(record.foreign["text"]), sealed_text(script_text(path)))
+            known, now = (sealed(stated(path, text)) for text in texts)
+        else:
+            known, now = dict(_known(record)), sealed(read_yaml_mapping(path, what="recipe"))
     except ConfigError:
         return ""  # the study's copy is whole
     other = [
@@ -103,9 +108,6 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
 
 def _known(record: StudyRecord) -> Mapping[str, object]:
     """What the study has of its recipe's file, by the names that stand there."""
-    if record.foreign:
-        content = parse_yaml(str(record.foreign["text"]))
-        return sealed(content) if isinstance(content, Mapping) else {}
     older = {key: record.values[name] for key, name in record.other_names.items() if name in record.values}
     return {**record.values, **older}
 
@@ -192,7 +194,7 @@ def plan_promotion(
         extra[LAUNCH] = replace(own_launch, machines=machines).to_values()
     comment = (
         f"autofit: trial {chosen.number} of study {study.study_name}, tier {chosen.tier}: "
-        f"{describe_changes(chosen.changes, record.resolved)}\n"
+        f"{describe_changes(chosen.changes, record.resolved, own_names(record.foreign))}\n"
         f"{proof.sentence}\n{sure}"
     )
     if spelling := _spelling(record, chosen.yaml_changes):
@@ -263,7 +265,10 @@ def choose(trials: list[Trial], asked: str, rule: Rule, *, fitting: bool = True)
     if asked in NAMES:
         found = winner(trials, **rule) if asked == BEST else leanest(trials)
         if found is None:
-            raise ConfigError(f"there is no {asked} trial: no trial fits yet; run `autofit search` to its end first")
+            raise ConfigError(
+                f"there is no {asked} trial: no trial fits yet; run `autofit search` to its end, and where it has "
+                "ended `autofit report` says what would fit"
+            )
         return found
     numbers = [str(t.number) for t in trials]
     if asked not in numbers:

@@ -177,8 +177,14 @@ def _whole_base(asked: StatedLaunch) -> Iterator[Finding]:
         yield Finding(
             severity=Severity.NOTE, where=asked.in_config("distributed_type"),
             what=f"DDP keeps the frozen weights whole: {format_bytes(weights)} on each of {launch.ranks} cards",
-            fix="if that does not fit, take --accelerate_config fsdp2",
+            fix=f"if that does not fit, take {_sharding(asked)}, which shards them",
         )  # fmt: skip
+
+
+def _sharding(asked: StatedLaunch) -> str:
+    """The sharding of all weights that goes with the optimizer, in the words of the recipe's launch."""
+    name = "zero3" if asked.recipe.resolved.get("optim") in _OF_BITSANDBYTES else "fsdp2"
+    return name if asked.recipe.foreign else f"--accelerate_config {name}"
 
 
 def _unsharded(asked: StatedLaunch) -> Iterator[Finding]:

@@ -230,8 +230,17 @@ class Recipe:
 
 
 def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
-    """{key of the recipe: its name in the file that the recipe was} where that has the same value by another name."""
+    """{key of the recipe: its name in the file that the recipe was} where that has another name of it.
+
+    Where the file says a value in another way too, `KEY=VALUE` has its words: LLaMA-Factory's
+    `disable_gradient_checkpointing` is the opposite.
+    """
     return cast("Mapping[str, str]", origin.get("names", {}))
+
+
+def own_value(names: Mapping[str, str] | None, key: str, value: object) -> object:
+    """`value` of the recipe's `key` as the user's own file has it."""
+    return (names or {}).get(f"{key}={value}", value)
 
 
 def _count(number: int) -> str:
@@ -369,7 +378,8 @@ def spread(recipe: Recipe, ranks: int) -> Recipe:
     resolved = {**recipe.resolved, **changes}
     if keys.rollout is not None and keys.rollout_batch is not None:  # a recipe has one of the two
         changes |= {keys.rollout: new.rollout, keys.rollout_batch: None}
-    splits = _split(new, keys, recipe.sharers), _split(old, keys, recipe.sharers)
+    names = own_names(recipe.foreign)
+    splits = _split(new, keys, recipe.sharers, names), _split(old, keys, recipe.sharers, names)
     note = f"{splits[0]}: the effective batch {old.effective}, as {splits[1]} in the recipe"
     note += "".join(f"; {key} {value}, to divide a rank's samples" for key, value in scored.items())
     spread_out = replace(recipe, values=merge(recipe.values, changes), resolved=resolved, notes=(*recipe.notes, note))
@@ -405,8 +415,8 @@ def _on(launch: Launch, ranks: int, *, shards_alone: bool) -> Launch:
     return replace(launch, ranks=ranks, machines=machines)
 
 
-def _split(batch: Batch, keys: BatchKeys, sharers: int) -> str:
-    said = ", ".join(f"{key} {value}" for key, value in batch.to_keys(keys).items())
+def _split(batch: Batch, keys: BatchKeys, sharers: int, names: Mapping[str, str]) -> str:
+    said = ", ".join(f"{names.get(key, key)} {value}" for key, value in batch.to_keys(keys).items())
     ranks = batch.ranks * sharers
     return f"{said} on {ranks} rank{'s' if ranks > 1 else ''}"
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 import yaml
 
 from autofit.errors import ConfigError
-from autofit.recipe.recipe import inner_value
+from autofit.recipe.recipe import inner_value, own_value
 from autofit.recipe.yaml_file import read_yaml_mapping
 
 SHARED_FILE = "knobs.yaml"  # in search_spaces/: what the entries of all spaces have in common
@@ -167,21 +167,26 @@ def describe_changes(
     for key, value in changes.items():
         own = inner_value(original, key) if "." in key else original.get(key)
         name = (names or {}).get(key, key)
-        name = name.rpartition(".")[2] if name.count(".") > 1 else name  # far inside: long, and known by its last part
+        name = _short(name)
         if key == "env" and isinstance(value, Mapping):
             parts += [f"{variable}={setting}" for variable, setting in value.items()]
         elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name
-            parts.append(f"{name} {value}")
+            parts.append(f"{name} {own_value(names, key, value)}")
         else:
-            parts.append(f"{name} {own} -> {value}")
+            parts.append(f"{name} {own_value(names, key, own)} -> {own_value(names, key, value)}")
     return ", ".join(parts) or "the recipe as it is"
+
+
+def _short(name: str) -> str:
+    """The name of a setting; of one far inside, which is long, its last part."""
+    return name.rpartition(".")[2] if name.count(".") > 1 else name
 
 
 def describe_left_out(left_out: Mapping[str, str]) -> str:
     """`use_vllm: vllm is not installed (pip install vllm); dtype, optim: it needs a GPU`, one part for each reason."""
     by_reason: dict[str, list[str]] = {}
     for knob, reason in left_out.items():
-        by_reason.setdefault(reason, []).append(knob)
+        by_reason.setdefault(reason, []).append(_short(knob))
     return "; ".join(f"{', '.join(knobs)}: {reason}" for reason, knobs in by_reason.items())
 
 

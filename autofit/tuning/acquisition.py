@@ -12,7 +12,7 @@ import numpy as np
 from autofit.forecast.predictions import Predictions
 from autofit.recipe.keys import TIERS
 from autofit.tuning.candidates import Floats, Grid, Mask, Observation
-from autofit.tuning.comparison import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, PROBE_NOISE, edge_bytes
+from autofit.tuning.comparison import EDGE_EQUAL_FRAC, EQUAL_FRAC, LEANER_FRAC, PROBE_NOISE, edge_bytes, is_as_good
 from autofit.tuning.frontier import FASTEST, SLOWER_FRAC, Costs, Goal, band_bytes, undominated
 from autofit.tuning.residual import Places, Prior, Residual, Similarity, expected_gain, mixed, probability_below
 
@@ -281,12 +281,26 @@ class _Stage:
         worth = fits * gain - (1 - fits) * _OOM_COST
         chosen = int(np.argmax(np.where(worth > 0, worth / seconds, worth * seconds)))
         return Proposal(
-            place=int(pool[chosen]),
+            place=self._plainest(int(pool[chosen]), places),
             gain_frac=float(-np.expm1(-(fits * self._gain(pool, step, _DOUBT * spread, fits, wider=_DOUBT)).max())),
             fits=float(fits.max()),
             suits=float((self._within_band(pool) if self._for_band else fits).max()),
             settled=bool(self._in_band) if self._for_band else bool(len(self._points)),
         )
+
+    def _plainest(self, chosen: int, places: Places) -> int:
+        """That of `places` with the fewest of the changes of `chosen` that is expected to be as good (`is_as_good`)."""
+        if not self._grid.tiers[chosen] or self._goal not in FASTEST or not self._model.predicted:
+            return chosen
+        codes = self._grid.codes
+        near = places[((codes[places] == codes[chosen]) | (codes[places] == codes[0])).all(axis=1)]
+        steps, used = self._model.expected(near)
+        fits, own = self._model.fits_at(near), int(np.flatnonzero(near == chosen)[0])
+        cost = (float(steps[own]), float(used[own]))
+        able = [i for i in range(len(near)) if fits[i] >= min(_LIKELY, fits[own])
+                and is_as_good((float(steps[i]), float(used[i])), cost)]  # fmt: skip
+        changes = (codes[near] != codes[0]).sum(axis=1)
+        return int(near[min(able, key=lambda i: (int(changes[i]), float(steps[i])))])
 
     def leaner(self, places: Places, found: Proposal) -> Proposal:
         """`found`, or a candidate of `places` that would win against the fastest so far by the rule of `equals`."""

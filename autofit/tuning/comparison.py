@@ -6,6 +6,8 @@ The rule of equals, over (seconds of a step, device-used bytes) of the candidate
    gives way to the fastest that is not, if that is at most `EDGE_EQUAL_FRAC` slower.
 2. Of those that are then at most `EQUAL_FRAC` slower than the fastest, the leanest wins, if it needs at least
    `LEANER_FRAC` less memory; between two that are about as lean, the faster.
+3. One that changes the training (a tier below neutral) gives way to the one with the fewest of its changes that is at
+   most `EQUAL_FRAC` slower and about as lean: what it changes besides must gain more than that.
 
 `EDGE_FRAC` follows from the stated error of predicted bytes: reserved bytes of 39 measured rows were at most 6.2 %
 above the prediction (experiments/accuracy/table.md), and 5 % of the limit is 7 % of a target with its headroom of 2 %.
@@ -160,6 +162,11 @@ def preferred(costs: Sequence[Cost], *, equal_frac: float = EQUAL_FRAC, limit_by
     if least > (1 - LEANER_FRAC) * costs[fastest][1]:
         return fastest
     return min((i for i in equals if costs[i][1] <= least / (1 - LEANER_FRAC)), key=lambda i: costs[i])
+
+
+def is_as_good(cost: Cost, chosen: Cost, *, equal_frac: float = EQUAL_FRAC) -> bool:
+    """Whether `cost` is at most as much slower and less lean than the `chosen` as counts for nothing."""
+    return cost[0] <= (1 + equal_frac) * chosen[0] and cost[1] <= chosen[1] / (1 - LEANER_FRAC)
 
 
 def edge_bytes(limit_bytes: float | None) -> float | None:

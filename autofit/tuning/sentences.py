@@ -136,7 +136,8 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, limit_byte
         target += f" less {format_bytes(target_bytes - limit_bytes)} of headroom"
     held = format_bytes(least.device_used_bytes or 0)
     held = f"held at least {held} when it stopped during {phase}" if least.stopped_at_oom else f"needs {held}"
-    return f"nothing fits{target}: the smallest of {len(ooms)} probes (trial {least.number}) {held}; {_RELAX[allow]}"
+    which = f"the smallest of {len(ooms)} probes" if len(ooms) > 1 else "the one probe that ran out of memory"
+    return f"nothing fits{target}: {which} (trial {least.number}) {held}; {_RELAX[allow]}"
 
 
 def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:

@@ -21,6 +21,7 @@ from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
+from autofit.recipe.secrets import sealed_text
 from autofit.tuning.frontier import Foreseen, Trial
 from autofit.tuning.glance import no_study
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
@@ -347,7 +348,17 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
             f"the study {study.study_name!r} in {database.home} was not made by autofit; run `autofit search` first, "
             f"or point {option('dir')} at its folder"
         )
+    _seal(study)
     return study
+
+
+def _seal(study: optuna.Study) -> None:
+    """Take the secrets out of another tool's file, which an earlier autofit kept with them, where it can be written."""
+    origin = record_of(study).foreign
+    text = str(origin.get("text", ""))
+    if (kept := sealed_text(text)) != text:
+        with contextlib.suppress(optuna.exceptions.StorageInternalError):
+            study.set_user_attr("foreign", {**origin, "text": kept})
 
 
 def to_trial(frozen: FrozenTrial) -> Trial:
