@@ -200,7 +200,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    recipe = "{model_name_or_path: a/b, dataset_name: c/d}"
+    recipe = "{model_name_or_path: Qwen/Qwen3-0.6B, dataset_name: c/d}"
     for name, text in {"run.yaml": recipe, "list.yaml": "- 1", "broken.yaml": "a: [", "twice.yaml": "a: 1\na: 2",
                        "empty.yaml": ""}.items():  # fmt: skip
         (tmp_path / name).write_text(text)

@@ -38,7 +38,8 @@ def test_the_end_of_a_run_names_mlflow_only_where_it_has_the_runs(
     monkeypatch.chdir(tmp_path)
     stage = StageResult(name="sft", trainer="sft", status="done", what="trained", final={"output_dir": "out"})
     monkeypatch.setattr(api, "run", lambda *_, **__: PipelineResult(name="p", stages=(stage,)))
-    Path("p.yaml").write_text("stages: {sft: {values: {model_name_or_path: a/b, dataset_name: d, packing: true}}}")
+    values = "{model_name_or_path: Qwen/Qwen3-0.6B, dataset_name: d, packing: true}"
+    Path("p.yaml").write_text(f"stages: {{sft: {{values: {values}}}}}")
     assert main(["run", "p.yaml", "--device", "cpu", *option]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"the model is in {stage.model_path}{said}"
 

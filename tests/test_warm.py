@@ -496,7 +496,7 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize("command", [["check", "--gpu", "h100"], ["search", "--gpu", "h100"]], ids=lambda c: c[0])
 def test_the_server_starts_before_the_command_imports_what_it_needs_itself(short: Path, command: list[str]) -> None:
-    (short / "run.yaml").write_text("model_name_or_path: a/b\nreward_funcs: [accuracy_reward]\n")
+    (short / "run.yaml").write_text("model_name_or_path: Qwen/Qwen3-0.6B\nreward_funcs: [accuracy_reward]\n")
     asked = [sys.executable, "-c", _FIRST, command[0], "run.yaml", *command[1:], "--prompt-tokens", "64"]
     env = {**os.environ, "AUTOFIT_SERVER": "1", "TMPDIR": str(short)}
     found = subprocess.run(asked, cwd=short, env=env, capture_output=True, text=True)
