@@ -151,6 +151,18 @@ def test_a_paste_that_is_too_long_is_told_by_the_pages_words_and_its_length() ->
         Question.from_json({"text": "x", "config": "x" * 70_000})
 
 
+def test_the_error_that_the_page_names_is_that_of_the_table() -> None:
+    table = (Path(__file__).parents[1] / "experiments" / "accuracy" / "table.md").read_text()
+    rows = [
+        line.split("|") for line in table.splitlines() if "| reserved_max_bytes | " in line and line.count("|") == 7
+    ]
+    worst = min(float(row[6].strip(" %")) for row in rows)
+    count = sum(int(row[3]) for row in rows)
+    with served() as (server, _):
+        page = asked(server, "/", method="GET")[2]
+    assert f"the worst of {count} peaks that others measured was predicted {-worst:.1f} % too low" in page
+
+
 def test_an_answer_comes_line_by_line() -> None:
     with served() as (server, _):
         status, headers, body = asked(server, body=question("<b>"))
