@@ -949,6 +949,10 @@ def test_what_is_applied_together_is_undone_together_since_one_alone_would_chang
         page.get_by_label("Model", exact=True).fill(MODEL)
         page.get_by_label("Training", exact=True).select_option("sft-full")
         expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
+        page.evaluate("field('tokens').value = '0'")
+        page.get_by_role("button", name="Check").click()  # the wrong field is folded away: it is shown
+        expect(page.get_by_label("Tokens of the longest sample")).to_be_focused()
+        page.evaluate("field('tokens').value = ''")
         page.evaluate("start.hidden = false")
         page.get_by_role("button", name="DPO, Qwen3-4B").click()  # an example shows what it chose
         chosen = page.evaluate("['model', 'method', 'card'].map((id) => field(id).value)")

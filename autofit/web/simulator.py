@@ -118,7 +118,7 @@ class Question:
                f"count must be one of {', '.join(map(str, COUNTS))}, or null")  # fmt: skip
         whole = tokens is None or (isinstance(tokens, int) and not isinstance(tokens, bool))
         _check(whole and (tokens is None or 1 <= cast(int, tokens) <= MOST_TOKENS),
-               f"tokens must be a whole number from 1 to {MOST_TOKENS:,}")  # fmt: skip
+               f"tokens of the longest sample must be a whole number from 1 to {MOST_TOKENS:,}")  # fmt: skip
         kind, sharing = _text(found, "kind") or "check", _text(found, "sharing")
         _check(kind in KINDS, f"kind must be one of {', '.join(KINDS)}")
         _check(sharing in SHARINGS, f"sharing must be one of {', '.join(filter(None, SHARINGS))}")

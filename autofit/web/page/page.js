@@ -441,6 +441,7 @@ function showExplained(found) {
 // -- beginning --------------------------------------------------------------------------------------------------------
 
 field("ask").addEventListener("submit", (event) => { event.preventDefault(); ask("check"); });
+field("tokens").addEventListener("invalid", () => { field("more").open = true; });  // a browser says nothing of a field that is folded away
 field("compare").addEventListener("click", () => ask("cards"));
 field("link").addEventListener("click", (event) => {
   history.replaceState(null, "", `#q=${packed()}`);
