@@ -434,6 +434,8 @@ def test_what_the_commands_read_as_a_file_the_page_reads_too(
         ("import os\n!trl sft --config run.yaml", "run.yaml"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "the error of a training"),
         ("Traceback (most recent call last):\n  File", "the error of a training"),
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory.", "the error of a training"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "the error of a training"),
         ("", "paste a recipe"),
         ("   ", "paste a recipe"),
     ],
