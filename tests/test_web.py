@@ -951,6 +951,11 @@ def test_what_is_applied_together_is_undone_together_since_one_alone_would_chang
         page.get_by_label("Model", exact=True).fill(MODEL)
         page.get_by_label("Training", exact=True).select_option("sft-full")
         expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
+        page.evaluate("(line) => hear(line)", NO_FIT)
+        page.evaluate("hear({is: 'note', text: 'kernel times are scaled'})")
+        page.get_by_role("button", name="Compare cards").click()  # its notes come beside those of the verdict
+        page.wait_for_function("!status.className")
+        expect(page.locator("#notes")).to_contain_text("Kernel times are scaled.")
         page.evaluate("field('tokens').value = '0'")
         page.get_by_role("button", name="Check").click()  # the wrong field is folded away: it is shown
         expect(page.get_by_label("Tokens of the longest sample")).to_be_focused()

@@ -142,7 +142,7 @@ async function ask(kind) {
   if (!field("text").value.trim()) write();
   history.replaceState(null, "", `#q=${packed()}`);
   start.hidden = true;
-  if (kind === "check") { answer.hidden = true; verdict = null; cards.hidden = true; }
+  if (kind === "check") { answer.hidden = true; verdict = null; cards.hidden = true; notes = []; }
   else { cards.hidden = true; rows = []; }
   say("Asking ...", "busy");
   const question = {
@@ -181,8 +181,8 @@ let notes = [];
 
 function hear(line) {
   if (line.is === "waiting") say(`Waiting: ${line.place} before this one ...`, "busy");
-  else if (line.is === "started") { notes = []; say("Simulating the training ...", "busy"); }
-  else if (line.is === "note") { notes.push(line.text); showNotes(); }
+  else if (line.is === "started") say("Simulating the training ...", "busy");
+  else if (line.is === "note") { if (!notes.includes(line.text)) notes.push(line.text); showNotes(); }
   else if (line.is === "trying") { const box = document.getElementById("tried"); if (box) box.textContent = line.text; }
   else if (line.is === "verdict") { verdict = line; showVerdict(); say("Looking for changes ...", "busy", spoken(line)); }
   else if (line.is === "advice") { showAdvice(line); }
