@@ -312,7 +312,7 @@ function showAdvice(advice) {
 }
 
 function change(one) {
-  const facts = [gb(one.used_bytes)];
+  const facts = one.fits ? [gb(one.used_bytes)] : [`does not fit${one.used_bytes ? `: it needs ${gb(one.used_bytes)}` : ""}`];
   if (one.step_s) facts.push(`${seconds(one.step_s)} a step`);
   if (one.speedup && (one.speedup > 1.005 || one.speedup < 0.995)) facts.push(`${one.speedup.toFixed(2)}x as fast`);
   if (one.tight) facts.push("little to spare");
