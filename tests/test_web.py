@@ -900,8 +900,8 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
         assert page.evaluate(OVERLAPS) == 0
         shown({"is": "error", "text": "the recipe is none"})
         assert page.inner_text("#status") == "The recipe is none."
-        closest = {"words": "a: 1", "set": {"a": 1}, "tier": "neutral", "used_bytes": 78.4e9, "step_s": None, "tight": False,
-                   "fits": False, "speedup": None, "reasons": []}  # fmt: skip
+        closest = {"words": "a: 1", "set": {"a": 1}, "tier": "neutral", "used_bytes": 78.4e9, "step_s": None,
+                   "tight": False, "fits": False, "speedup": None, "reasons": []}  # fmt: skip
         none: dict[str, object] = {"mends": [], "faster": [], "card": None, "lines": [], "ended_early": False}
         told = shown({"is": "advice", **none, "closest": closest})
         assert "The closest:\n\nneutral a: 1\n\ndoes not fit: it needs 78.4 GB" in told
