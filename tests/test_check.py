@@ -186,6 +186,9 @@ def test_where_no_change_was_simulated_in_time_none_is_said_to_be_too_little(
     assert capsys.readouterr().out == f"{typed}\n", "a command has its own names"
     (line,) = advice_lines(none, grpo_recipe(), over, CARD.capacity_bytes)
     assert told(line, str) == f"{typed}."
+    tried = [str(line) for line in check(over, replace(none, misses=2)).advised]  # none says by how much it misses
+    assert tried[0] == "no change was found"
+    assert tried[1].startswith("not every change was tried in the time for advice")
     late = check(over, replace(none, closest=MEND)).advised
     more = "not every change was tried in the time for advice; give more, such as advice_time='2m'"
     closest = "the closest: set gradient_checkpointing=true (neutral) fits: 18.20 GB, 4.00 s a step"

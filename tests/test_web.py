@@ -144,6 +144,25 @@ def test_a_question_that_is_none_is_refused_in_one_sentence(body: str, headers: 
         assert not told.ended
 
 
+def test_a_paste_that_is_too_long_is_told_by_the_pages_words_and_its_length() -> None:
+    with pytest.raises(ConfigError, match="the recipe must have at most 65,536 characters here; it has 70,000"):
+        Question.from_json({"text": "x" * 70_000})
+    with pytest.raises(ConfigError, match=r"config\.json must have at most"):
+        Question.from_json({"text": "x", "config": "x" * 70_000})
+
+
+def test_the_error_that_the_page_names_is_that_of_the_table() -> None:
+    table = (Path(__file__).parents[1] / "experiments" / "accuracy" / "table.md").read_text()
+    rows = [
+        line.split("|") for line in table.splitlines() if "| reserved_max_bytes | " in line and line.count("|") == 7
+    ]
+    worst = min(float(row[6].strip(" %")) for row in rows)
+    count = sum(int(row[3]) for row in rows)
+    with served() as (server, _):
+        page = asked(server, "/", method="GET")[2]
+    assert f"the worst of {count} peaks that others measured was predicted {-worst:.1f} % too low" in page
+
+
 def test_an_answer_comes_line_by_line() -> None:
     with served() as (server, _):
         status, headers, body = asked(server, body=question("<b>"))
@@ -413,6 +432,10 @@ def test_what_the_commands_read_as_a_file_the_page_reads_too(
         ('{"model_type": "qwen3", "hidden_size": 64}', "this is the config.json of a model"),
         ("from trl import SFTTrainer\nSFTTrainer('a').train()", "this is Python code, and the page runs none"),
         ("import os\n!trl sft --config run.yaml", "run.yaml"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "the error of a training"),
+        ("Traceback (most recent call last):\n  File", "the error of a training"),
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory.", "the error of a training"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "the error of a training"),
         ("", "paste a recipe"),
         ("   ", "paste a recipe"),
     ],
@@ -514,7 +537,8 @@ def told_without_simulation(text: str, folder: Path, **more: object) -> list[Lin
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: 1\n  b: 2", "the recipe: not valid YAML: mapping values are not allowed here (line 2, column 4)"),
+        ("a: 1\n  b: 2", "the recipe: not valid YAML: a ':' where no key may stand: the line is "
+         "indented too far, or a text with ': ' has no quotes (line 2, column 4)"),
         ("python train.py", "no training is started in the file: it must call"),
         (f"{LLAMA}deepspeed: my.json", "read as a file of LLaMA-Factory: 'my.json' is a file, and no file that is "
          "named is read here: leave it out, and choose under More how the cards share the model"),
@@ -825,6 +849,15 @@ EXPLAINED = {
 }  # fmt: skip
 
 
+# Names of phases that begin where the one before it, as wide as it is drawn along its own line, has not ended.
+OVERLAPS = """[...document.querySelectorAll('#picture > svg > text')].filter((one) => one.textContent.match(/^[a-z]/)
+  && !one.classList.length).filter((one, place, all) => { if (!place) return false; const before = all[place - 1];
+    const slanted = one.getAttribute('transform');
+    const [a, b] = [before, one].map((text) => text.getBBox());
+    return slanted ? (b.x + b.width - a.x - a.width) * Math.sin(40 * Math.PI / 180) < a.height : a.x + a.width > b.x;
+  }).length"""
+
+
 @contextmanager
 def on_a_phone() -> Iterator["Page"]:
     """The page in a real browser, as narrow as a phone."""
@@ -854,10 +887,24 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
         told = shown(NO_FIT)
         assert "It runs out of memory: update of the longest sample (512 tokens), 0.4 GB over." in told
         assert "25.7 GB\nneeded, of 25.3 GB" in told
+        assert "Does not fit: 25.7 GB needed, of 25.3 GB. An optimizer step" in page.inner_text("#said")
         assert "the next tensor found no free piece that is large enough." in told
         assert "1 more, below 0.1 GB" not in told
         shown({"is": "note", "text": "no `dtype` is given"})
         assert page.inner_html("#notes") == "<li>No <code>dtype</code> is given.</li>"
+        names = ("load", "sync", "rollout", "old log-probs", "reference", "loading", "update", "optimizer")
+        phases = [{**cast(Any, NO_FIT["phases"])[0], "name": name} for name in names]
+        told = shown({**NO_FIT, "least_bytes": None, "step_s": 60.0, "phases": phases})
+        assert "needed" not in told  # a figure that is not known has no tile
+        assert "1m00s" in told  # as the commands print it
+        assert page.evaluate(OVERLAPS) == 0
+        shown({"is": "error", "text": "the recipe is none"})
+        assert page.inner_text("#status") == "The recipe is none."
+        closest = {"words": "a: 1", "set": {"a": 1}, "tier": "neutral", "used_bytes": 78.4e9, "step_s": None,
+                   "tight": False, "fits": False, "speedup": None, "reasons": []}  # fmt: skip
+        none: dict[str, object] = {"mends": [], "faster": [], "card": None, "lines": [], "ended_early": False}
+        told = shown({"is": "advice", **none, "closest": closest})
+        assert "The closest:\n\nneutral a: 1\n\ndoes not fit: it needs 78.4 GB" in told
         told = shown(EXPLAINED)
         assert "It cannot be simulated: Megatron is not simulated." in told
         told = shown(CARD)
@@ -909,6 +956,15 @@ def test_what_is_applied_together_is_undone_together_since_one_alone_would_chang
         page.get_by_label("Model", exact=True).fill(MODEL)
         page.get_by_label("Training", exact=True).select_option("sft-full")
         expect(page.get_by_role("status")).to_contain_text("The recipe below stays as it is")
+        page.evaluate("(line) => hear(line)", NO_FIT)
+        page.evaluate("hear({is: 'note', text: 'kernel times are scaled'})")
+        page.get_by_role("button", name="Compare cards").click()  # its notes come beside those of the verdict
+        page.wait_for_function("!status.className")
+        expect(page.locator("#notes")).to_contain_text("Kernel times are scaled.")
+        page.evaluate("field('tokens').value = '0'")
+        page.get_by_role("button", name="Check").click()  # the wrong field is folded away: it is shown
+        expect(page.get_by_label("Tokens of the longest sample")).to_be_focused()
+        page.evaluate("field('tokens').value = ''")
         page.evaluate("start.hidden = false")
         page.get_by_role("button", name="DPO, Qwen3-4B").click()  # an example shows what it chose
         chosen = page.evaluate("['model', 'method', 'card'].map((id) => field(id).value)")

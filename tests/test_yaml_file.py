@@ -26,6 +26,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: !!float x", "could not convert"),
         ("a: !!int '_'", "not valid YAML"),
         ("a: 1\n\tb: 2", "not valid YAML: a tab, where YAML takes spaces only"),
+        ("a: 1\n  b: 2", r"a ':' where no key may stand: the line is indented too far, .* \(line 2, column 4\)"),
+        ("a: b: 2", r"or a text with ': ' has no quotes \(line 1, column 5\)"),
         ("a: 1\nb 2\nc: 3", r"a line without the ':' of key: value \(line 2, column 1\)"),
         ("a: 1\nb: 'x\nc: 3", r"a quotation mark without its end \(line 2, column 4\)"),
         ("a: 1\nb: [x\nc: 3", r"got ':' \(line 3, column 2\), within the \[ of line 2"),

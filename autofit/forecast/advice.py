@@ -73,6 +73,7 @@ class Advice:
     closest: Change | None = None  # without such a change, the one that misses by the least
     proven: bool = False  # without such a change: whether all settings at their strongest values do not fit either
     untried: tuple[Change, ...] = ()  # that failed when they were tried, for another reason than memory
+    misses: int = 0  # changes that were simulated to their end and do not fit
     faster: tuple[Change, ...] = ()  # the highest tier first, then the fastest
     card: OtherCard | None = None  # the smallest other card that runs the recipe as it is
     ending: Ending | None = None  # what ended the search for it early; None where it came to its end
@@ -80,7 +81,9 @@ class Advice:
     @property
     def came_too_late(self) -> bool:
         """Whether the search was ended before any change was simulated."""
-        return self.ending is not None and not (self.changes or self.faster or self.untried or self.closest)
+        return self.ending is not None and not (
+            self.changes or self.faster or self.untried or self.closest or self.misses
+        )
 
 
 def cheapest_changes(
@@ -150,7 +153,8 @@ class _Search:
         closer = nearest is not None and (nearest.fits or (nearest.least_capacity_bytes or 0) < own)
         closest = nearest if closer and not found else None
         untried = tuple(change for change in tried if change.failure)
-        return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried)
+        misses = sum(not (change.fits or change.failure) for change in tried)
+        return Advice(changes=tuple(found), closest=closest, proven=proven, untried=untried, misses=misses)
 
     def _names(self, tier: Tier) -> list[str]:
         """The settings of `tier` and of those above it."""

@@ -325,7 +325,7 @@ _WHOLE_GRADIENT = (
 )
 _RAY = (
     "what Ray, vLLM's processes and the samples of a generation take of host memory is not counted; where it is short, "
-    "Ray ends a worker at 95 % (verl's threads 429 and 2950)"
+    "Ray ends a worker at 95 % (verl's issues 429 and 2950)"
 )
 _SUM_OF_SQUARES = f"{A}.calculate_sum_pi_squared"
 _IDLE = (f"{A}.use_prefix_grouper", _SUM_OF_SQUARES)  # keys that the trainer v1 and its FSDP engine do not read

@@ -116,6 +116,8 @@ def _one_line(error: yaml.YAMLError) -> str:
     within = f", within the {bracket} of line {begun.line + 1}" if bracket and begun is not None else ""
     if context in _WHERE_BEGUN and begun is not None:
         problem, mark = _WHERE_BEGUN[context], begun
+    if problem == "mapping values are not allowed here":
+        problem = "a ':' where no key may stand: the line is indented too far, or a text with ': ' has no quotes"
     if "'\\t'" in problem:
         problem = "a tab, where YAML takes spaces only"
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1}){within}" if mark else problem

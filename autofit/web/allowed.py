@@ -256,6 +256,8 @@ def write_training(text: str, folder: Path) -> Path:
     """The file in `folder` with the `text` of a training: a recipe, or a script that starts one."""
     if not text.strip():
         raise ConfigError("paste a recipe (YAML) or the command of a training first, or choose a model")
+    if re.match(r"\s*(?:\[\w+\]:\s*)?(?:Traceback |[\w.]*[Ee]rror:|CUDA out of memory)", text):
+        raise ConfigError("this is the error of a training: paste its recipe (YAML), or the command that started it")
     if _is_config(text):
         raise ConfigError("this is the config.json of a model: paste it under More, and here a recipe of the training")
     if _is_python(text):

@@ -148,7 +148,8 @@ def _change(change: Change, recipe: Recipe, step_s: float | None, stated: Mappin
     return {
         "words": change.own or describe_changes(change.changes, recipe.resolved),
         "set": dict(change.given), "tier": change.tier,
-        "used_bytes": change.shown_bytes, "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
+        "used_bytes": change.shown_bytes if change.fits else change.least_capacity_bytes,
+        "step_s": change.step_s, "tight": change.tight, "fits": change.fits,
         "speedup": step_s / change.step_s if step_s and change.step_s else None, "reasons": reasons[:2],
     }  # fmt: skip
 

@@ -107,24 +107,25 @@ class Question:
                 f"a question has {', '.join(_KEYS)}; got {quoted(unknown[0])}{nearest(unknown[0], _KEYS)}"
             )
         found = cast("dict[str, object]", given)
-        for key in ("text", "config"):
-            _check(len(_text(found, key)) <= _MOST_TEXT, f"{key} must have at most {_MOST_TEXT:,} characters")
+        for key, what in (("text", "the recipe"), ("config", "config.json")):
+            count = len(_text(found, key))
+            _check(count <= _MOST_TEXT, f"{what} must have at most {_MOST_TEXT:,} characters here; it has {count:,}")
         changes = found.get("changes", {})
         known = isinstance(changes, dict) and len(changes) <= _MOST_CHANGES
         _check(known, f"changes must be at most {_MOST_CHANGES} settings")
-        count, tokens = found.get("count"), found.get("tokens")
-        _check(count is None or (type(count) is int and count in COUNTS),
+        cards, tokens = found.get("count"), found.get("tokens")
+        _check(cards is None or (type(cards) is int and cards in COUNTS),
                f"count must be one of {', '.join(map(str, COUNTS))}, or null")  # fmt: skip
         whole = tokens is None or (isinstance(tokens, int) and not isinstance(tokens, bool))
         _check(whole and (tokens is None or 1 <= cast(int, tokens) <= MOST_TOKENS),
-               f"tokens must be a whole number from 1 to {MOST_TOKENS:,}")  # fmt: skip
+               f"tokens of the longest sample must be a whole number from 1 to {MOST_TOKENS:,}")  # fmt: skip
         kind, sharing = _text(found, "kind") or "check", _text(found, "sharing")
         _check(kind in KINDS, f"kind must be one of {', '.join(KINDS)}")
         _check(sharing in SHARINGS, f"sharing must be one of {', '.join(filter(None, SHARINGS))}")
         return cls(
             text=_text(found, "text"), kind=kind, config=_text(found, "config"), sharing=sharing,
             trainer=_text(found, "trainer") or None, card=_text(found, "card") or "a100-80gb",
-            count=cast("int | None", count), tokens=cast("int | None", tokens),
+            count=cast("int | None", cards), tokens=cast("int | None", tokens),
             changes=cast("dict[str, object]", changes),
         )  # fmt: skip
 

@@ -139,7 +139,10 @@ def test_an_engine_that_cannot_serve_one_sequence_says_what_to_change() -> None:
     small = replace(ENGINE, longest=262_144)
     assert small.missing_bytes == QWEN3_4B.kv_bytes_per_token * 262_144 - small.cache_bytes
     assert "set a lower vllm_max_model_length" in small.refusal
-    assert "No available memory for the cache blocks" in replace(ENGINE, utilization=0.05).refusal
+    assert "one sequence of 262,144 tokens 38.65 GB; raise" in small.refusal
+    too_small = replace(ENGINE, utilization=0.05).refusal
+    assert "No available memory for the cache blocks" in too_small
+    assert "vllm_max_model_length" not in too_small, "no length is short enough: the weights alone are too large"
     with pytest.raises(FakeGpuError, match=r"at most 1; got 1\.2"):
         replace(ENGINE, utilization=1.2)
 

@@ -349,11 +349,13 @@ class VllmEngine:
         """Why the engine does not start; "" if it does."""
         if not self.missing_bytes:
             return ""
+        parts = (self.share_bytes, self.weights_bytes, self.overhead_bytes, self.token_bytes * self.longest)
+        share, weights, overhead, sequence = (f"{count / 1e9:.2f} GB" for count in parts)
+        shorter = " or set a lower vllm_max_model_length" if self.blocks else ""
         return (
-            f"vLLM's share of vllm_gpu_memory_utilization={self.utilization} of the card is {self.share_bytes} bytes: "
-            f"weights take {self.weights_bytes}, profiling and graphs {self.overhead_bytes}, and one sequence of "
-            f"{self.longest} tokens {self.token_bytes * self.longest}; raise the share or set a lower "
-            f"vllm_max_model_length (No available memory for the cache blocks)"
+            f"vLLM's share of the card (vllm_gpu_memory_utilization={self.utilization}) is {share}: weights take "
+            f"{weights}, profiling and graphs {overhead}, and one sequence of {self.longest:,} tokens {sequence}; "
+            f"raise the share{shorter} (vLLM says: No available memory for the cache blocks)"
         )
 
     def held_bytes(self, *, weights: bool, cache: bool, computing: bool = False) -> int:

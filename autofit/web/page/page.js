@@ -37,7 +37,8 @@ function seconds(value) {
   if (value < 10) return `${value.toFixed(2)} s`;
   if (value < 60) return `${value.toFixed(1)} s`;
   const whole = Math.round(value), minutes = Math.floor(whole / 60);
-  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const two = (number) => String(number).padStart(2, "0");
+  return minutes < 60 ? `${minutes}m${two(whole % 60)}s` : `${Math.floor(minutes / 60)}h${two(minutes % 60)}m`;
 }
 
 function say(words, kind = "", aloud = words) {
@@ -141,7 +142,7 @@ async function ask(kind) {
   if (!field("text").value.trim()) write();
   history.replaceState(null, "", `#q=${packed()}`);
   start.hidden = true;
-  if (kind === "check") { answer.hidden = true; verdict = null; cards.hidden = true; }
+  if (kind === "check") { answer.hidden = true; verdict = null; cards.hidden = true; notes = []; }
   else { cards.hidden = true; rows = []; }
   say("Asking ...", "busy");
   const question = {
@@ -180,15 +181,15 @@ let notes = [];
 
 function hear(line) {
   if (line.is === "waiting") say(`Waiting: ${line.place} before this one ...`, "busy");
-  else if (line.is === "started") { notes = []; say("Simulating the training ...", "busy"); }
-  else if (line.is === "note") { notes.push(line.text); showNotes(); }
+  else if (line.is === "started") say("Simulating the training ...", "busy");
+  else if (line.is === "note") { if (!notes.includes(line.text)) notes.push(line.text); showNotes(); }
   else if (line.is === "trying") { const box = document.getElementById("tried"); if (box) box.textContent = line.text; }
   else if (line.is === "verdict") { verdict = line; showVerdict(); say("Looking for changes ...", "busy", spoken(line)); }
   else if (line.is === "advice") { showAdvice(line); }
   else if (line.is === "card") { rows.push(line); showCards(); if (rows.length === 1 && !answer.hidden) cards.scrollIntoView(); say(`Comparing: ${rows.length} cards ...`, "busy"); }
   else if (line.is === "explained") showExplained(line);
   else if (line.is === "choose") showChoice(line);
-  else if (line.is === "error") say(line.text, "wrong");
+  else if (line.is === "error") say(sentence(line.text), "wrong");
   else if (line.is === "done" && status.className !== "wrong") say("", "", done());
 }
 
@@ -204,7 +205,11 @@ function done() {
   return verdict ? `${spoken(verdict)} ${count === 1 ? "1 change" : `${count} changes`} to apply.` : "Done.";
 }
 
-const spoken = (line) => `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}: ${gb(line.shown_bytes)} of ${gb(line.capacity_bytes)} ${line.verdict === "does not fit" ? "needed" : line.shown_as}. ${line.batch}`;
+function spoken(line) {
+  const misfit = line.verdict === "does not fit", bytes = misfit ? line.least_bytes : line.shown_bytes;
+  const figure = bytes === null ? "" : `: ${gb(bytes)} ${misfit ? `needed, of ${gb(line.capacity_bytes)}` : `of ${gb(line.capacity_bytes)} ${line.shown_as}`}`;
+  return `${line.verdict[0].toUpperCase()}${line.verdict.slice(1)}${figure}. ${line.batch}`;
+}
 
 const TIERS = "Neutral: the gradient is the same up to rounding. Approximate: it is nearly the same. Recipe: what is trained changes.";
 const WANTED = {"fits": "What makes it faster", "tight": "What leaves more room", "does not fit": "What makes it fit"};
@@ -223,11 +228,11 @@ function showVerdict() {
     element("h2", [element("span", of.verdict, {class: `verdict${kind}`}), ` ${many}${of.card_name}`]),
     element("p", of.verdict === "does not fit" ? `It runs out of memory: ${of.why}.` : sentence(of.why)),
     ...of.warnings.map((text) => element("p", prose(sentence(text)), {class: of.verdict === "fits" ? "soft" : "bad"})),
-    element("div", figures.map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
+    element("div", figures.filter(([figure]) => figure !== "-").map(([figure, what]) => element("div", [element("b", figure), element("span", what)], {class: "tile"})), {class: "tiles"}),
     applied(),
     element("figure", [], {id: "picture"}),
     element("div", [], {id: "advice"}),
-    element("h3", "Effective batch"), element("p", `${of.batch} Every change above keeps it exactly.`),
+    element("h3", "Effective batch"), element("p", `${of.batch} No change that is proposed here alters it.`),
     figuresTable(),
     element("details", [element("summary", changes.length ? "The recipe with these changes" : "The recipe as it was read"), element("pre", element("code", of.yaml)),
       element("button", "Copy", {type: "button", onclick: (event) => copy(of.yaml, event.target)})]),
@@ -307,7 +312,7 @@ function showAdvice(advice) {
 }
 
 function change(one) {
-  const facts = [gb(one.used_bytes)];
+  const facts = one.fits ? [gb(one.used_bytes)] : [`does not fit${one.used_bytes ? `: it needs ${gb(one.used_bytes)}` : ""}`];
   if (one.step_s) facts.push(`${seconds(one.step_s)} a step`);
   if (one.speedup && (one.speedup > 1.005 || one.speedup < 0.995)) facts.push(`${one.speedup.toFixed(2)}x as fast`);
   if (one.tight) facts.push("little to spare");
@@ -335,8 +340,10 @@ function parts(phase) {
 function picture() {
   const figure = document.getElementById("picture");
   if (!verdict || !figure || !verdict.phases.length) return;
-  const width = Math.max(280, figure.clientWidth), height = Math.min(300, Math.max(210, innerHeight * 0.45));
-  const left = 40, top = 22, bottom = 22, phases = verdict.phases, limit = verdict.capacity_bytes;
+  const phases = verdict.phases, limit = verdict.capacity_bytes, left = 40, top = 22;
+  const width = Math.max(280, figure.clientWidth), room = (width - left) / phases.length;
+  const slanted = phases.some((phase) => phase.name.length * 6.5 > room), bottom = slanted ? 72 : 22;
+  const height = Math.min(300, Math.max(210, innerHeight * 0.45)) + bottom - 22;
   const most = 1.06 * Math.max(limit, ...phases.map((phase) => phase.bytes + phase.cached_bytes));
   const y = (bytes) => top + (height - top - bottom) * (1 - bytes / most);
   const peak = phases.reduce((a, b) => a.bytes >= b.bytes ? a : b);
@@ -348,7 +355,7 @@ function picture() {
       drawn("text", {x: left - 6, y: y(at * 1e9) + 4, "text-anchor": "end"}, at));
   }
   svg.append(drawn("text", {x: left - 6, y: 12, "text-anchor": "end"}, "GB"));
-  const room = (width - left) / phases.length, wide = Math.min(120, room * 0.82), seen = new Map();
+  const wide = Math.min(120, room * 0.82), seen = new Map();
   phases.forEach((phase, place) => {
     const x = left + room * place + (room - wide) / 2;
     let below = 0;
@@ -365,7 +372,9 @@ function picture() {
       svg.append(drawn("rect", {class: "f-cached", x, y: y(below + phase.cached_bytes), width: wide, height: y(below) - y(below + phase.cached_bytes)}));
       seen.set(FREE, Math.max(seen.get(FREE) || 0, phase.cached_bytes));
     }
-    svg.append(drawn("text", {x: x + wide / 2, y: height - 6, "text-anchor": "middle"}, phase.name));
+    const middle = x + wide / 2, low = height - bottom + 14;
+    svg.append(drawn("text", slanted ? {x: middle + 4, y: low, "text-anchor": "end", transform: `rotate(-40 ${middle + 4} ${low})`}
+      : {x: middle, y: height - 6, "text-anchor": "middle"}, phase.name));
   });
   svg.append(drawn("line", {class: "limit", x1: left, x2: width, y1: y(limit), y2: y(limit)}),
     drawn("line", {class: "limit", x1: left, x2: left + 26, y1: 8, y2: 8}),  // above the tallest bar: nothing lies under the words
@@ -432,6 +441,7 @@ function showExplained(found) {
 // -- beginning --------------------------------------------------------------------------------------------------------
 
 field("ask").addEventListener("submit", (event) => { event.preventDefault(); ask("check"); });
+field("tokens").addEventListener("invalid", () => { field("more").open = true; });  // a browser says nothing of a field that is folded away
 field("compare").addEventListener("click", () => ask("cards"));
 field("link").addEventListener("click", (event) => {
   history.replaceState(null, "", `#q=${packed()}`);
