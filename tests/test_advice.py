@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from recipes import grpo_recipe
@@ -36,6 +36,17 @@ def law(values: Values) -> dict[str, dict[str, int]]:
     }
 
 
+LEAST_SHARE = 0.48
+REFUSAL = f"OutOfMemoryError: vLLM's share of the card is 25 GB: raise the share to {LEAST_SHARE}"
+
+
+def in_an_engine(values: Values) -> dict[str, dict[str, int]]:
+    """The same beside a vLLM engine, which starts with `LEAST_SHARE` of a card of 72 GB."""
+    share = round(cast(float, values["vllm_gpu_memory_utilization"]) * 72 * GB)
+    held = law(values)
+    return {"update": {**held["update"], "vLLM": share}, "rollout": {"weights": 8 * GB, "vLLM": share}}
+
+
 def step_s(values: Values) -> float:
     return 1.0 + 8 / cast(int, values["per_device_train_batch_size"]) + 0.5 * bool(values.get("gradient_checkpointing"))
 
@@ -60,6 +71,8 @@ def advice(capacity_bytes: int, asked: list[Values] | None = None, law: Law = la
             peak_allocated_bytes=nbytes, step_s=(step_s(values),), categories=held,
             oom_phase="update" if status is ProbeStatus.OOM else None,
         )  # fmt: skip
+        if law is in_an_engine and cast(float, values["vllm_gpu_memory_utilization"]) < LEAST_SHARE:
+            return ProbeResult(status=ProbeStatus.OOM, device="sim:h100", oom_phase="load", reason=REFUSAL)
         if crash is not None and values.get(crash):
             result = replace(result, status=ProbeStatus.FAILED, reason=f"AttributeError: {crash}")
         return result
@@ -108,6 +121,19 @@ def test_a_rollout_of_one_group_has_no_smaller_size_and_the_other_settings_are_s
         60 * GB, num_generations=8, gradient_accumulation_steps=1, steps_per_generation=1, generation_batch_size=8
     )
     assert {"gradient_checkpointing": True} in [change.changes for change in found.changes]
+
+
+def test_an_engine_that_does_not_start_gets_the_smallest_share_that_does_and_what_else_it_needs() -> None:
+    """With half of the card the step has room for 40 GB beside its engine; it needs 8 + 64."""
+    asked: list[Values] = []
+    engine: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+    found = advice(72 * GB, asked, in_an_engine, **engine)
+    assert found.changes
+    assert all(change.changes["vllm_gpu_memory_utilization"] == 0.5 for change in found.changes)
+    assert {"gradient_checkpointing", "vllm_gpu_memory_utilization"} in [set(c.changes) for c in found.changes]
+    assert {values["vllm_gpu_memory_utilization"] for values in asked[1:] if values["use_vllm"]} == {0.5}
+    alone = advice(72 * GB, law=in_an_engine, gradient_checkpointing=True, **engine).changes
+    assert [change.changes for change in alone] == [{"vllm_gpu_memory_utilization": 0.5}]
 
 
 def test_a_change_that_crashes_is_told_and_the_others_are_tried() -> None:

@@ -26,7 +26,7 @@ from autofit.frontends.writing import in_16_bits
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD, UPDATE
 from autofit.plugin.protocol import ROLLOUT as IN_ROLLOUT
-from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.result import ProbeResult, ProbeStatus, least_share
 from autofit.recipe.as_of import Then
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, own_names
@@ -99,13 +99,31 @@ def cheapest_changes(
     except ConfigError:
         return Advice()
     trier = Trier(recipe=recipe, device=device, capacity_bytes=capacity_bytes, probe=probe, tell=tell)
+    beside: Assignment = {}
+    if base is not None and (share := _starting_share(levers, base)) is not None:
+        beside = {levers.share: share}
+        try:
+            change, base = trier.change(levers, beside)
+        except Cancelled:
+            return Advice()
+        if change.fits and not change.tight:
+            return Advice(changes=(change,))
     missed = base if base is not None and base.status is ProbeStatus.OOM else None
     unloaded = missed is not None and missed.oom_phase == LOAD
     rolls = missed is not None and not unloaded and IN_ROLLOUT in (missed.oom_phase, _largest_phase(missed))
-    search = _Search(levers=levers, trier=trier, wanted=wanted, workers=workers, unloaded=unloaded, rolls=rolls)
+    search = _Search(
+        levers=levers, trier=trier, beside=beside, wanted=wanted, workers=workers, unloaded=unloaded, rolls=rolls
+    )
     if base is not None:
         search.learn({}, base)
     return search.run()
+
+
+def _starting_share(levers: Levers, base: ProbeResult) -> float | None:
+    """The smallest share of the card with which a rollout engine starts that did not; None where that is not why."""
+    least = least_share(base.reason) if base.status is ProbeStatus.OOM else None
+    larger = (v for v in levers.values(levers.share) if least is not None and isinstance(v, float) and v >= least)
+    return min((value for value in larger if levers.candidate({levers.share: value})), default=None)
 
 
 def _largest_phase(result: ProbeResult) -> str | None:
@@ -118,6 +136,7 @@ def _largest_phase(result: ProbeResult) -> str | None:
 class _Search:
     levers: Levers
     trier: Trier
+    beside: Assignment  # settings that every change has that can have them
     wanted: int
     workers: int
     unloaded: bool  # whether the recipe runs out of memory before there is a batch
@@ -158,7 +177,11 @@ class _Search:
 
     def _names(self, tier: Tier) -> list[str]:
         """The settings of `tier` and of those above it."""
-        return [n for n in self.levers.strengths if TIERS.index(self._tier_of(n)) <= TIERS.index(tier)]
+        return [n for n in self._open if TIERS.index(self._tier_of(n)) <= TIERS.index(tier)]
+
+    @property
+    def _open(self) -> list[str]:
+        return [n for n in self.levers.strengths if n not in self.beside]
 
     def _halve(self) -> None:
         """Settle weights of 16 bits in place of float32; where they do not suffice, with checkpoints."""
@@ -180,7 +203,7 @@ class _Search:
 
     def _is_beaten(self) -> bool:
         """Whether even all settings that could be tried do not fit together, at their strongest values."""
-        names = frozenset(n for n in self.levers.strengths if frozenset({n}) not in self.broken)
+        names = frozenset(n for n in self._open if frozenset({n}) not in self.broken)
         at = self.levers.strongest(names)
         return not at or not (self._ask(at).fits or self._ask(at).failure)
 
@@ -355,9 +378,8 @@ class _Search:
     def _ask(self, at: Assignment) -> Change:
         key = tuple(sorted(at.items()))
         if key not in self.results:
-            change, result = self.trier.result(
-                self.levers.changes(at), self.levers.changes(at, yaml=True), tier=self.levers.tier(at), settings=len(at)
-            )
+            both = {**at, **self.beside}  # a share of the card is none of a recipe that generates without an engine
+            change, result = self.trier.change(self.levers, both if self.levers.candidate(both) is not None else at)
             self.results[key] = change
             if not change.failure:
                 self.learn(at, result)

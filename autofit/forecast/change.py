@@ -125,10 +125,9 @@ class Trier:
         """Bytes of the CUDA context on the card."""
         return gpu_spec(self.device.removeprefix("sim:")).context_bytes
 
-    def result(
-        self, changes: Mapping[str, object], given: Mapping[str, object], *, tier: Tier, settings: int
-    ) -> tuple[Change, ProbeResult]:
-        """The change with its probe's result, and that result."""
+    def change(self, levers: Levers, at: Assignment) -> tuple[Change, ProbeResult]:
+        """The change to the settings `at` with its probe's result, and that result."""
+        changes, given, tier = levers.changes(at), levers.changes(at, yaml=True), levers.tier(at)
         own = own_words(self.recipe.foreign, given)
         self.tell(f"trying {own or describe_changes(changes, self.recipe.resolved)} ({tier})")
         result = self.probe(merge(self.recipe.values, given))
@@ -137,7 +136,7 @@ class Trier:
             changes=changes,
             given=given,
             tier=tier,
-            settings=settings,
+            settings=len(at),
             capacity_bytes=self.capacity_bytes,
             own=own,
         )
@@ -233,8 +232,7 @@ def faster_changes(
             for _ in range(_TRIES):
                 if at is None:
                     break
-                changes, given = levers.changes(at), levers.changes(at, yaml=True)
-                change, result = trier.result(changes, given, tier=levers.tier(at), settings=len(at))
+                change, result = trier.change(levers, at)
                 found = [change]
                 done = change.failure or (change.fits and not change.tight)
                 at = None if done else _leaner(at, levers, trier, result)

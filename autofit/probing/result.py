@@ -1,5 +1,6 @@
 """Request and result of a probe, plain values that travel as JSON; and which errors are a failed allocation."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -306,6 +307,15 @@ class ProbeResult:
 # The words are all here, each with its source. They name memory of the card, or an allocation by cuBLAS or cuDNN,
 # which keep theirs on the card. Words that may mean something else (CUBLAS_STATUS_NOT_INITIALIZED) are not among
 # them. Importing it loads no torch.
+
+_LEAST_SHARE = re.compile(r"raise the share to (\d\.\d\d)")  # autofit/fakegpu/engines/vllm.py
+
+
+def least_share(reason: str) -> float | None:
+    """The least share of the card with which a simulated rollout engine starts, as its refusal says; else None."""
+    found = _LEAST_SHARE.search(reason)
+    return None if found is None else float(found[1])
+
 
 _CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation in CUDA's driver_types.h
 _WORDS = (

@@ -12,6 +12,7 @@ from autofit.fakegpu import FakeGpuError
 from autofit.fakegpu.engines.forward import Batch, Decoder, PagedBatching, collective_seconds
 from autofit.fakegpu.engines.vllm import Scheduler, Stretch, VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
+from autofit.probing.result import least_share
 
 QWEN3_4B = Decoder(
     hidden=2560, layers=36, heads=32, key_heads=8, head_dim=128, intermediate=9728, vocab=151936
@@ -143,6 +144,11 @@ def test_an_engine_that_cannot_serve_one_sequence_says_what_to_change() -> None:
     too_small = replace(ENGINE, utilization=0.05).refusal
     assert "No available memory for the cache blocks" in too_small
     assert "vllm_max_model_length" not in too_small, "no length is short enough: the weights alone are too large"
+    least = least_share(too_small)
+    assert least is not None
+    assert replace(ENGINE, utilization=least).refusal == ""
+    assert replace(ENGINE, utilization=least - 0.01).refusal
+    assert "no share of this card is enough" in replace(ENGINE, longest=10**9).refusal
     with pytest.raises(FakeGpuError, match=r"at most 1; got 1\.2"):
         replace(ENGINE, utilization=1.2)
 

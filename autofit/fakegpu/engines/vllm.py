@@ -19,6 +19,7 @@ By their metadata, with transformers from 5.17 (autofit's floor): 0.22 to 0.30 t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -345,17 +346,25 @@ class VllmEngine:
         return max(0, self.token_bytes * self.longest - self.cache_bytes)
 
     @property
+    def least_share(self) -> float:
+        """The least `utilization` with which the engine starts, up to the next hundredth; above 1: none."""
+        beside = self.share_bytes - self.cache_bytes
+        return math.ceil(100 * (beside + self.token_bytes * self.longest) / self.spec.capacity_bytes) / 100
+
+    @property
     def refusal(self) -> str:
         """Why the engine does not start; "" if it does."""
         if not self.missing_bytes:
             return ""
         parts = (self.share_bytes, self.weights_bytes, self.overhead_bytes, self.token_bytes * self.longest)
         share, weights, overhead, sequence = (f"{count / 1e9:.2f} GB" for count in parts)
+        least = self.least_share
+        raised = f"raise the share to {least:.2f}" if least <= 1 else "no share of this card is enough"
         shorter = " or set a lower vllm_max_model_length" if self.blocks else ""
         return (
             f"vLLM's share of the card (vllm_gpu_memory_utilization={self.utilization}) is {share}: weights take "
             f"{weights}, profiling and graphs {overhead}, and one sequence of {self.longest:,} tokens {sequence}; "
-            f"raise the share{shorter} (vLLM says: No available memory for the cache blocks)"
+            f"{raised}{shorter} (vLLM says: No available memory for the cache blocks)"
         )
 
     def held_bytes(self, *, weights: bool, cache: bool, computing: bool = False) -> int:
