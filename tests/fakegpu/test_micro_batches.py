@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -156,6 +157,11 @@ def test_micro_batches_whose_samples_are_drawn_in_another_order_are_played(tmp_p
     played, traced = (Trained(tmp_path, plays=plays, prompts=prompts, **settings) for plays in (True, False))
     assert (played.played, traced.played) == (EACH * STEPS - 2, 0)
     same(played, traced)
+
+
+def test_a_trl_without_that_shuffle_is_left_as_it_is() -> None:
+    with fake_gpu("a100-40gb") as gpu:
+        assert not list(same_calls.trl_order(gpu, ModuleType("trl.trainer.utils")))
 
 
 def _copies(count: Callable[[torch.nn.Module], int]) -> Callable[[torch.nn.Module, object, torch.Tensor], None]:

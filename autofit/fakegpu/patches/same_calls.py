@@ -83,6 +83,8 @@ def trl_order(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, o
 
     The order is drawn, so any is as likely; micro-batches of one order are alike.
     """
+    if not hasattr(module, "shuffle_sequence_dict"):  # 0.14 and 0.19 have none
+        return
     original = untouched(module.shuffle_sequence_dict)
 
     def shuffle_sequence_dict(samples: object) -> object:
