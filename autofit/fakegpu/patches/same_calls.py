@@ -79,9 +79,10 @@ def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str,
 
 
 def trl_order(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
-    """Patch of TRL's shuffle of a rollout's samples: in a probe, of which one prompt is the longest, it stays first.
+    """Patch of TRL's shuffle of a rollout's samples: in a probe the first one, the longest, comes second.
 
-    The order is drawn, so any is as likely; micro-batches of one order are alike.
+    The order is drawn, so any is as likely; micro-batches of one order are alike. Where a micro-batch is one sample,
+    the longest, which has no padding, is then trained beside the gradients of another: that holds more.
     """
     if not hasattr(module, "shuffle_sequence_dict"):  # 0.14 and 0.19 have none
         return
@@ -90,10 +91,14 @@ def trl_order(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, o
     def shuffle_sequence_dict(samples: object) -> object:
         if not gpu.plays_micro_batches:
             return original(samples)
-        with mock.patch.object(torch, "randperm", torch.arange):
+        with mock.patch.object(torch, "randperm", _second):
             return original(samples)
 
     yield module, "shuffle_sequence_dict", shuffle_sequence_dict, "micro-batches of samples in one order are alike"
+
+
+def _second(count: int) -> torch.Tensor:
+    return torch.tensor([*range(count)[:2][::-1], *range(2, count)])
 
 
 _LIBRARIES = ("trl.", "transformers.")  # whose trainers are known
