@@ -16,7 +16,7 @@ from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import cache_folder
 from autofit.frontends.writing import OwnFile, source_of
 from autofit.recipe.secrets import opened, opened_text, sealed, sealed_text, without_secrets
-from autofit.tuning.search import sealed_file
+from autofit.tuning.record import sealed_file
 from autofit.tuning.study import load_study, open_storage
 
 TOKEN, KEY, PASSWORD = "hf_" + "t" * 30, "not-by-its-look-0123456789", "p4ssw0rd-in-a-url"

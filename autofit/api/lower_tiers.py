@@ -19,7 +19,7 @@ from autofit.recipe.recipe import Recipe, merge, own_names
 from autofit.space.knob import Value
 from autofit.space.space import Candidate, Space
 from autofit.space.traits import describe_changes
-from autofit.tuning.comparison import is_as_good
+from autofit.tuning.comparison import plainest
 from autofit.tuning.frontier import Trial
 from autofit.units import format_bytes, format_seconds
 
@@ -73,11 +73,9 @@ def _fastest(
             and np.isfinite(predictions.step_s[i])]  # fmt: skip
     if not able:
         return None
-    chosen = min(able, key=lambda i: float(predictions.step_s[i]))
-    changes = {i: _changes(space, predictions.candidates[i]) for i in able}
-    costs = {i: (float(predictions.step_s[i]), float(used[i])) for i in able}
-    plainer = [i for i in able if changes[i] <= changes[chosen] and is_as_good(costs[i], costs[chosen])]
-    chosen = min(plainer, key=lambda i: (len(changes[i]), costs[i]))
+    costs = [(float(predictions.step_s[i]), float(used[i])) for i in able]
+    fastest = min(range(len(able)), key=lambda n: costs[n][0])
+    chosen = able[plainest(costs, [_changes(space, predictions.candidates[i]) for i in able], fastest)]
     candidate = predictions.candidates[chosen]
     return Relaxed(
         tier=space.tiers[candidate], changes=space.changes(candidate), device_used_bytes=float(more * used[chosen]),

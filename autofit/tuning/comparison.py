@@ -22,7 +22,7 @@ fastest step is clearly slower than that of the config's fastest probe; disturbe
 are compared in pairs. The constants were chosen with experiments/busy_machine/.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import cast
@@ -162,6 +162,17 @@ def preferred(costs: Sequence[Cost], *, equal_frac: float = EQUAL_FRAC, limit_by
     if least > (1 - LEANER_FRAC) * costs[fastest][1]:
         return fastest
     return min((i for i in equals if costs[i][1] <= least / (1 - LEANER_FRAC)), key=lambda i: costs[i])
+
+
+def plainest(
+    costs: Sequence[Cost], changes: Sequence[Collection[object]], chosen: int, *, equal_frac: float = EQUAL_FRAC
+) -> int:
+    """The index of that with the fewest of the changes of `chosen`, and no other one, that is as good by rule 3."""
+    able = [
+        i for i, (cost, some) in enumerate(zip(costs, changes, strict=True))
+        if all(one in changes[chosen] for one in some) and is_as_good(cost, costs[chosen], equal_frac=equal_frac)
+    ]  # fmt: skip
+    return min(able, key=lambda i: (len(changes[i]), costs[i], i))
 
 
 def is_as_good(cost: Cost, chosen: Cost, *, equal_frac: float = EQUAL_FRAC) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, cast, get_args
 
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import TIERS, Tier
-from autofit.tuning.comparison import NOISE_FRAC, Comparison, alike, is_as_good, measured_equal_frac, preferred
+from autofit.tuning.comparison import NOISE_FRAC, Comparison, alike, measured_equal_frac, plainest, preferred
 
 Goal = Literal["speed", "memory", "utilisation", "speed-at-any-tier"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -283,16 +283,11 @@ def _fastest(
         as_fast = [t for t in ordered if costs[t.number][0] <= slowest_s]
         kept = min(as_fast, key=lambda t: TIERS.index(t.tier)).tier
         ordered = [t for t in ordered if t.tier == kept]
-    found = ordered[preferred([costs[t.number] for t in ordered], equal_frac=equal, limit_bytes=target_bytes)]
-    if found.tier == TIERS[0]:
-        return found
-    plainer = [t for t in ordered if _is_part(t.changes, found.changes)
-               and is_as_good(costs[t.number], costs[found.number], equal_frac=equal)]  # fmt: skip
-    return min(plainer, key=lambda t: (len(t.changes), costs[t.number], t.number))
-
-
-def _is_part(changes: Mapping[str, object], of: Mapping[str, object]) -> bool:
-    return all(key in of and of[key] == value for key, value in changes.items())
+    rows = [costs[t.number] for t in ordered]
+    found = preferred(rows, equal_frac=equal, limit_bytes=target_bytes)
+    if ordered[found].tier != TIERS[0]:
+        found = plainest(rows, [[*t.changes.items()] for t in ordered], found, equal_frac=equal)
+    return ordered[found]
 
 
 def _by_band(trial: Trial, target_bytes: int) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 from autofit.errors import ConfigError
 from autofit.probing.result import ProbeResult
 from autofit.recipe.keys import BatchKeys, Tier
+from autofit.recipe.secrets import sealed_text
 from autofit.tuning.comparison import Comparison
 from autofit.tuning.frontier import Foreseen, Goal, Rule
 
@@ -135,6 +136,11 @@ class StudyRecord:
 
 def record_of(study: Attributed) -> StudyRecord:
     return StudyRecord.from_json(study.user_attrs)
+
+
+def sealed_file(origin: Mapping[str, object]) -> dict[str, object]:
+    """The file of another tool that a recipe was, as a study keeps it: without the secrets in its text."""
+    return {**origin, "text": sealed_text(str(origin["text"]))} if "text" in origin else {**origin}
 
 
 def forget_foreseen(study: Keeping, name: str) -> None:

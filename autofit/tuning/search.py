@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,11 +24,10 @@ from autofit.probing.launch import Attempts, Launcher, Next, to_mend, what_next
 from autofit.probing.prepare import worst_case_path
 from autofit.probing.result import Fidelity, ProbeSetup, ProbeStatus
 from autofit.recipe.recipe import Recipe, merge
-from autofit.recipe.secrets import sealed_text
 from autofit.space.space import Space
 from autofit.tuning.candidates import Grid
 from autofit.tuning.frontier import Foreseen, Goal, Trial, cost, measured, winner
-from autofit.tuning.record import Stop, StopKind, StudyRecord, keep_record, record_of, repeats
+from autofit.tuning.record import Stop, StopKind, StudyRecord, keep_record, record_of, repeats, sealed_file
 from autofit.tuning.repeats import Prober, Repeats
 from autofit.tuning.sampler import CandidateSampler, SamplerName, make_sampler
 from autofit.tuning.storage import me
@@ -184,11 +183,6 @@ def _asked(plan: Plan, known: StudyRecord) -> StudyRecord:
         sampler=plan.sampler, baseline_predicted=_baseline_predicted(plan), predicted=_predicted(plan),
         least_floor_bytes=None if plan.predictions is None else float(plan.predictions.floor_bytes.min()),
     )  # fmt: skip
-
-
-def sealed_file(origin: Mapping[str, object]) -> dict[str, object]:
-    """The file of another tool that a recipe was, as a study keeps it: without the secrets in its text."""
-    return {**origin, "text": sealed_text(str(origin["text"]))} if origin else {}
 
 
 def _predicted(plan: Plan) -> dict[str, object] | None:

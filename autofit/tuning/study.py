@@ -21,11 +21,10 @@ from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
 from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
-from autofit.recipe.secrets import sealed_text
 from autofit.tuning.frontier import Foreseen, Trial
 from autofit.tuning.glance import no_study
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
-from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats
+from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats, sealed_file
 from autofit.tuning.storage import CALLS, Database, cause_of, check_is_of, check_there, database_of, keep_storage
 
 
@@ -355,10 +354,9 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
 def _seal(study: optuna.Study) -> None:
     """Take the secrets out of another tool's file, which an earlier autofit kept with them, where it can be written."""
     origin = record_of(study).foreign
-    text = str(origin.get("text", ""))
-    if (kept := sealed_text(text)) != text:
+    if (kept := sealed_file(origin)) != origin:
         with contextlib.suppress(optuna.exceptions.StorageInternalError):
-            study.set_user_attr("foreign", {**origin, "text": kept})
+            study.set_user_attr("foreign", kept)
 
 
 def to_trial(frozen: FrozenTrial) -> Trial:
