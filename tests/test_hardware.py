@@ -38,7 +38,7 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
         ("60GB", "a100-80gb", 60 * GB),  # in between: the smallest size that has it
         ("100GB", "rtxpro6000", 100 * GB),
         ("120GB", "h200", 120 * GB),
-        ("3GB", "rtx3060", 3 * GB),
+        ("3GB", "rtx4060ti", 3 * GB),
     ],
 )
 def test_a_target_names_the_card_of_its_size(no_card: None, size: str, card: str, target: int) -> None:
@@ -74,10 +74,12 @@ def test_a_card_without_the_kernels_that_a_recipe_names_is_refused_before_its_si
 def test_the_choice_of_a_card_is_said_with_how_to_change_it() -> None:
     needs = card_needs({"dtype": "bfloat16", "bf16": True})
     assert about_choice("sim:rtx4080", None, 16 * GB, needs) == (
-        "simulated on rtx4080, the usual card of 16 GB with bfloat16; --gpu NAME picks another (a4000, ...)"
+        "simulated on rtx4080, the usual card of 16 GB with bfloat16; --gpu NAME picks another (a4000, rtx4070tisuper, "
+        "rtx4060ti-16gb, ...)"
     )
     assert about_choice("sim:a100-80gb", None, 60 * GB, CardNeeds()).startswith(
-        "simulated on a100-80gb, the smallest card that has as much: 80 GB; --gpu NAME picks another (a800, h100, "
+        "simulated on a100-80gb, the smallest card that has as much: 80 GB; --gpu NAME picks another (a100-pcie-80gb, "
+        "a800, h100, ...)"
     )
     assert about_choice("sim:t4", "t4", None, needs) == (
         "t4 was named, and has no bfloat16 (dtype: bfloat16), bfloat16 (bf16: true) of its own"

@@ -95,7 +95,8 @@ Device = str  # "cpu", "cuda" or "sim:GPU", such as "sim:a100-40gb"
 # A100, which is slower than the H100, so that predicted times are not too optimistic for the older card.
 _SOLD_SIZES = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 141, 144, 180, 192, 288)
 _USUAL_CARDS = (
-    "rtx3060", "t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000", "a100-80gb", "rtxpro6000", "h200", "b200",
+    "rtx4060ti", "rtx3080", "rtx2080ti", "rtx3060", "t4", "rtx4080", "rtx4090", "rtx5090", "a100-40gb", "a6000",
+    "a100-80gb", "h100-nvl", "rtxpro6000", "h200", "b200",
 )  # fmt: skip
 _BY_NAME_ONLY = ("a800", "h20")  # sold in China alone: no size means them
 _OTHER_BOX_SIZES = {"b200": (192,)}  # 192 GB of chips; systems are sold with 180 GB usable
@@ -251,7 +252,7 @@ def about_choice(device: Device, gpu: str | None, asked_bytes: int | None, needs
     exact = asked_bytes is not None and _is_named_by(spec, asked_bytes)
     which = f"usual card of {size} GB{having}" if exact else f"smallest card{having} that has as much: {size} GB"
     others = [s.name for s in GPU_SPECS.values() if size in _box_sizes(s) and s != spec and needs.met_by(s)]
-    also = f" ({', '.join(others)}, ...)" if others else ""
+    also = f" ({', '.join([*others[:3], *(['...'] if others[3:] else [])])})" if others else ""
     return f"simulated on {spec.name}, the {which}; --gpu NAME picks another{also}"
 
 
