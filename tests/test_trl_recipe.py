@@ -144,6 +144,14 @@ def test_a_script_of_trl_comes_back_with_its_comments_its_older_names_and_other_
     assert OwnFile.of(origin, changes).command == "bash"
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [("", "float32"), ("load_in_4bit: true\n", "bfloat16")])
+def test_adapters_of_a_quantised_model_are_told_in_the_dtype_that_trl_casts_them_to(
+    tmp_path: Path, bits: str, dtype: str
+) -> None:
+    said = explain(file(tmp_path, f"{GRPO}use_peft: true\n{bits}"))
+    assert f"LoRA of rank 16 in {dtype}," in dict(said.lines)["weights"]
+
+
 def test_explain_says_the_batch_and_what_stands_for_the_data(tmp_path: Path) -> None:
     said = explain(file(tmp_path, GRPO), ranks=7)
     assert (said.tool, dict(said.lines)["trainer"]) == (OPEN_R1, "grpo of TRL")

@@ -136,7 +136,8 @@ def _weights(foreign: Foreign) -> str:
         other = values.get("peft_adapter")
         rank = values.get("lora_r", _TRLS_RANK)
         kind = other.get("peft_type") if isinstance(other, Mapping) else f"LoRA of rank {rank}"
-        adapters = f"{kind} in {values.get('adapter_dtype') or 'float32'}"
+        own = "bfloat16" if bits and foreign.trainer != "hf" else "float32"  # TRL's trainers cast those of such models
+        adapters = f"{kind} in {values.get('adapter_dtype') or own}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
         return f"{adapters}, on a frozen model {held} {base}{autocast}"
     if values.get("bottleneck"):
