@@ -52,8 +52,11 @@ def step_s(values: Values) -> float:
 
 
 def advice(capacity_bytes: int, asked: list[Values] | None = None, law: Law = law, crash: str | None = None,
-           gap_bytes: int = 0, **changes: object) -> Advice:  # fmt: skip
-    """What is advised where `crash` (a key) makes a probe fail by an error of its own, and `gap_bytes` lie between."""
+           gap_bytes: int = 0, growing_bytes: int | None = None, **changes: object) -> Advice:  # fmt: skip
+    """What is advised where `crash` (a key) makes a probe fail by an error of its own, and `gap_bytes` lie between.
+
+    With expandable segments the recipe as it is needs `growing_bytes`, where that is known.
+    """
     own: dict[str, object] = {
         "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 4,
         "max_completion_length": 256, "gradient_checkpointing": False, "use_peft": True, "dtype": "bfloat16",
@@ -77,7 +80,7 @@ def advice(capacity_bytes: int, asked: list[Values] | None = None, law: Law = la
             result = replace(result, status=ProbeStatus.FAILED, reason=f"AttributeError: {crash}")
         return result
 
-    base = probe(merge(recipe.values, {}))
+    base = replace(probe(merge(recipe.values, {})), growing_capacity_bytes=growing_bytes)
     return cheapest_changes(recipe, "sim:h100", probe, capacity_bytes=capacity_bytes, base=base, workers=1)
 
 
@@ -90,6 +93,15 @@ def test_each_neutral_setting_that_suffices_by_itself_comes_first_and_the_fastes
             for change in found] == [{"gradient_checkpointing"}, {"per_device_train_batch_size"},
                                      {"max_completion_length"}]  # fmt: skip
     assert not any(change.tight for change in found)
+
+
+def test_expandable_segments_are_advised_by_what_the_recipes_own_run_told_and_not_tried_again() -> None:
+    asked: list[Values] = []
+    found = advice(80 * GB, asked, gap_bytes=12 * GB, growing_bytes=74 * GB)
+    assert found.changes[0].options.startswith('--set \'env={"PYTORCH_CUDA_ALLOC_CONF": ')
+    assert (found.changes[0].outcome, found.changes[0].tier) == ("fits: 74.00 GB, 2.00 s a step", "neutral")
+    advice(76 * GB, asked, gap_bytes=12 * GB, growing_bytes=77 * GB)
+    assert not any(values.get("env") for values in asked)
 
 
 def test_a_smaller_rollout_is_tried_first_where_the_rollout_fills_the_card() -> None:

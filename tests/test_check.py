@@ -118,9 +118,12 @@ def test_a_fit_with_less_to_spare_than_the_error_is_tight_and_says_what_decides_
 def test_gaps_between_blocks_decide_where_the_live_tensors_alone_would_be_safe() -> None:
     used = CARD.capacity_bytes * 97 // 100
     gappy = [replace(p, peak_allocated_bytes=p.peak_allocated_bytes * 9 // 10) for p in result(used).phases]
-    line = str(check(replace(result(used), phases=tuple(gappy))).parts()[1])
+    found = replace(result(used), phases=tuple(gappy), growing_capacity_bytes=21 * GB)
+    line = str(check(found).parts()[1])
     assert line.startswith("What decides: fragmentation. 20.7")
-    assert "expandable_segments:True usually closes most of them." in line
+    assert line.endswith("; with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it needs 21.00 GB.")
+    line = str(check(replace(found, growing_capacity_bytes=CARD.capacity_bytes + GB)).parts()[1])
+    assert line.endswith("expandable_segments:True would leave 1.00 GB too much.")
 
 
 def test_a_card_that_the_allocators_cache_fills_is_not_told_as_nearly_full() -> None:

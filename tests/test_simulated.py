@@ -63,6 +63,26 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
     assert below.device_used_bytes > least - 32 * 2**20
 
 
+@pytest.mark.slow
+def test_where_gaps_decide_the_bytes_with_expandable_segments_are_those_of_a_run_that_has_them(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    recipe = tmp_path / "dpo.yaml"
+    values = {"model_name_or_path": "HuggingFaceTB/SmolLM2-135M", "dataset_name": "trl-lib/ultrafeedback_binarized",
+              "max_length": 1024, "per_device_train_batch_size": 2, "learning_rate": 1e-6}  # fmt: skip
+    recipe.write_text(json.dumps(values))
+    free = probe(recipe, tmp_path / "free", fork_server, limit_bytes=None, trainer="dpo")
+    assert free.least_capacity_bytes is not None, free.reason
+    assert free.growing_capacity_bytes is None  # far from the limit
+    limit_bytes = free.least_capacity_bytes - 64 * 2**20
+    below = probe(recipe, tmp_path / "below", fork_server, limit_bytes=limit_bytes, trainer="dpo")
+    assert below.growing_capacity_bytes is not None
+    assert below.growing_capacity_bytes < 0.99 * free.least_capacity_bytes
+    recipe.write_text(json.dumps(values | {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}))
+    grown = probe(recipe, tmp_path / "grown", fork_server, limit_bytes=limit_bytes, trainer="dpo")
+    assert grown.least_capacity_bytes == below.growing_capacity_bytes
+
+
 @pytest.mark.parametrize(
     ("trainer", "changes", "models"),
     [*(pytest.param(*case, marks=pytest.mark.thorough) for case in [

@@ -171,6 +171,15 @@ def test_settings_that_fail_together_are_never_a_candidate(own: Mapping[str, obj
         assert "paged_adamw_8bit with launch.sharding fsdp2: optimizers of bitsandbytes" in space.left_out["optim"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "peft", "fails"), [("bfloat16", False, True), ("float16", False, True), ("float32", False, False),
+                                 ("float16", True, False)],  # adapters are float32
+)  # fmt: skip
+def test_loss_scaling_needs_trained_weights_of_float32(dtype: str, peft: bool, fails: bool) -> None:
+    recipe = recipe_on(Launch(), fp16=True, bf16=False, dtype=dtype, use_peft=peft)
+    assert [clash.key for clash in clashes(recipe)] == ["fp16"] * fails
+
+
 def test_a_recipe_whose_own_settings_fail_together_keeps_them() -> None:
     launch = Launch(ranks=4, sharding="fsdp2", offload="parameters")
     recipe = recipe_on(launch, use_vllm=False, use_transformers_continuous_batching=False)

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from autofit.errors import Cancelled, ConfigError, option
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
-from autofit.forecast.levers import CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
+from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
 from autofit.forecast.margin import is_tight
 from autofit.frontends.writing import in_16_bits
 from autofit.hardware.hardware import Device
@@ -28,8 +28,9 @@ from autofit.plugin.protocol import LOAD, UPDATE
 from autofit.plugin.protocol import ROLLOUT as IN_ROLLOUT
 from autofit.probing.result import ProbeResult, ProbeStatus, least_share
 from autofit.recipe.as_of import Then
+from autofit.recipe.findings import clashes
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.recipe import Recipe, own_names
+from autofit.recipe.recipe import Recipe, merge, own_names
 from autofit.space.space import QUANTIZATION, Value
 from autofit.space.traits import describe_changes
 from autofit.units import format_bytes, format_seconds
@@ -116,6 +117,8 @@ def cheapest_changes(
     )
     if base is not None:
         search.learn({}, base)
+        if ALLOCATOR in levers.strengths:
+            search.learn_growing(base.with_growing_segments(capacity_bytes))
     return search.run()
 
 
@@ -375,6 +378,13 @@ class _Search:
         if known is not None:
             self.known.append(known)
 
+    def learn_growing(self, result: ProbeResult | None) -> None:
+        """Keep the result with expandable segments, where the recipe's own run told it."""
+        if result is not None and (at := self.levers.strongest(frozenset({ALLOCATOR}))):
+            self.results[tuple(at.items())], _ = self.trier.change(self.levers, at, result)
+            self.learn(at, result)
+            self._settle(frozenset({ALLOCATOR}), at)
+
     def _ask(self, at: Assignment) -> Change:
         key = tuple(sorted(at.items()))
         if key not in self.results:
@@ -417,7 +427,8 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
     ):
         return []
     unset = "" if recipe.values.get("dtype") else "`dtype` is not set, so "
-    halved = in_16_bits(recipe.foreign)
+    fails = any(clashes(recipe, merge(recipe.values, {"dtype": "bfloat16"})))
+    halved = "" if fails else in_16_bits(recipe.foreign)
     return [
         f"{unset}the weights are loaded in float32: {format_bytes(nbytes)} for {count / 1e9:.2f} B parameters"
         + (f"; {halved} takes half of that" if halved else "")

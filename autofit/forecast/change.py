@@ -125,12 +125,13 @@ class Trier:
         """Bytes of the CUDA context on the card."""
         return gpu_spec(self.device.removeprefix("sim:")).context_bytes
 
-    def change(self, levers: Levers, at: Assignment) -> tuple[Change, ProbeResult]:
-        """The change to the settings `at` with its probe's result, and that result."""
+    def change(self, levers: Levers, at: Assignment, known: ProbeResult | None = None) -> tuple[Change, ProbeResult]:
+        """The change to the settings `at` with its result, and that result: `known`, or that of a probe."""
         changes, given, tier = levers.changes(at), levers.changes(at, yaml=True), levers.tier(at)
         own = own_words(self.recipe.foreign, given)
-        self.tell(f"trying {own or describe_changes(changes, self.recipe.resolved)} ({tier})")
-        result = self.probe(merge(self.recipe.values, given))
+        if known is None:
+            self.tell(f"trying {own or describe_changes(changes, self.recipe.resolved)} ({tier})")
+        result = known or self.probe(merge(self.recipe.values, given))
         change = Change.of(
             result,
             changes=changes,

@@ -43,7 +43,7 @@ def is_tight(result: ProbeResult, capacity_bytes: int) -> bool:
 
 # The zone between "fits" and "does not fit": how far a prediction may be off, what decides, and what makes it safe.
 
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_ALLOCATOR, _GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _MATTERS_FRAC = 0.01  # of what is needed: fewer gaps, or a smaller reserve, are not worth a sentence
 _LESS_WOULD_DO_FRAC = 0.25  # of what is needed: a card with room for what is used has no need of less
 
@@ -93,7 +93,7 @@ def _gap_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list
     found = _live(result)
     if found is None or found[1] > capacity_bytes or result.least_capacity_bytes <= capacity_bytes:
         return []
-    return [_fragmentation(*found, result.least_capacity_bytes - found[1], recipe)]
+    return [_fragmentation(*found, result.least_capacity_bytes - found[1], result, recipe, capacity_bytes)]
 
 
 def _fullest(result: ProbeResult) -> str:
@@ -110,7 +110,7 @@ def _decides(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> str:
     gaps = needed - live
     if gaps <= _MATTERS_FRAC * needed or most_used_bytes(live, result.device) > capacity_bytes:
         return f"What decides: the live tensors of the {phase}, {format_bytes(live)} with the CUDA context."
-    return _fragmentation(phase, live, gaps, recipe)
+    return _fragmentation(phase, live, gaps, result, recipe, capacity_bytes)
 
 
 def _live(result: ProbeResult) -> tuple[str, int] | None:
@@ -121,14 +121,28 @@ def _live(result: ProbeResult) -> tuple[str, int] | None:
     return top.name, top.peak_allocated_bytes + top.device_used_bytes - top.peak_reserved_bytes
 
 
-def _fragmentation(phase: str, live: int, gaps: int, recipe: Recipe) -> str:
-    closes = "" if _ALLOCATOR in str(recipe.values.get("env", "")) else (
-        f"; {_ALLOCATOR}=expandable_segments:True usually closes most of them"
-    )  # fmt: skip
+def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> str:
+    growing = growing_bytes(result, recipe)
+    if growing is None:
+        closes = ""
+    elif growing <= capacity_bytes:
+        closes = f"; with {_ALLOCATOR}={_GROWING} it needs {format_bytes(growing)}"
+    else:
+        closes = f"; {_ALLOCATOR}={_GROWING} would leave {format_bytes(growing - capacity_bytes)} too much"
     return (
         f"What decides: fragmentation. {format_bytes(live)} are live in the {phase}, {format_bytes(gaps)} are gaps "
         f"between the allocator's blocks{closes}."
     )
+
+
+def growing_bytes(result: ProbeResult, recipe: Recipe) -> int | None:
+    """Bytes that it needs with expandable segments; None where they are not known, or the recipe cannot have them.
+
+    vLLM refuses them beside its sleep mode (CuMemAllocator).
+    """
+    sleeps = recipe.values.get("use_vllm") and recipe.values.get("vllm_enable_sleep_mode")
+    own = _ALLOCATOR in str(recipe.values.get("env", ""))
+    return None if sleeps or own else result.growing_capacity_bytes
 
 
 def _safe(result: ProbeResult, capacity_bytes: int) -> str:

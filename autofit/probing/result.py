@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from math import exp
 from pathlib import Path
@@ -204,6 +204,7 @@ class ProbeResult:
     completions_per_step: int | None = None
     tokens_per_step: int | None = None
     least_capacity_bytes: int | None = None  # simulated: capacity of the smallest card on which the probe completes
+    growing_capacity_bytes: int | None = None  # the same with expandable segments, where gaps between blocks decide
     uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
     fidelity: Fidelity = Fidelity.MEASURED
@@ -248,6 +249,18 @@ class ProbeResult:
     def steps_are_alike(self) -> bool:
         """Whether every measured step does the same work; False if only some of them generate."""
         return not self.rollout_s or min(self.rollout_s) >= _NO_ROLLOUT * max(self.rollout_s)
+
+    def with_growing_segments(self, capacity_bytes: int) -> "ProbeResult | None":
+        """The result with expandable segments, which change no event of the run; None where it is not known."""
+        least = self.growing_capacity_bytes
+        if least is None:
+            return None
+        fits = least <= capacity_bytes
+        return replace(
+            self, status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device_used_bytes=least,
+            least_capacity_bytes=least, growing_capacity_bytes=None, reason="" if fits else self.reason,
+            oom_phase=None if fits else self.oom_phase,
+        )  # fmt: skip
 
     @property
     def was_killed(self) -> bool:

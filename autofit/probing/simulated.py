@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise, product
 from typing import Any
 
@@ -35,6 +35,9 @@ from autofit.plugin.transformers_run import COMPUTED
 from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch
+
+_NEAR_FRAC = 0.9  # of the limit: where less suffices, gaps between blocks do not matter
+_FEW_GAPS_FRAC = 0.01  # of the least capacity
 
 
 @contextmanager
@@ -298,7 +301,7 @@ class SimMemory:
         assert run is not None
         assert unlimited is not None
         used = unlimited.peaks[1] + outside
-        least = None
+        least = growing = None
         if self.least_of_fits or used > self._limit_bytes:
             room = self._limit_bytes - outside
             least = min(used, unlimited.least_capacity(first_bytes=room) + outside)
@@ -306,6 +309,7 @@ class SimMemory:
                 used = unlimited.replay(room).peak_reserved_bytes + outside
             elif least > self._limit_bytes:
                 used = least
+            growing = self._growing_capacity(least)
         told = [note for note in self._gpu.notes if note not in ASSUMPTIONS] if self._gpu else []
         names = ["" if number in self._shares_of else mark.name for number, mark in enumerate(run.marks)]
         begins = [mark.event for mark in run.marks]
@@ -313,6 +317,7 @@ class SimMemory:
         return {
             "device_used_bytes": used,
             "least_capacity_bytes": least,
+            "growing_capacity_bytes": growing,
             "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases if p.name},
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
@@ -321,6 +326,20 @@ class SimMemory:
             "notes": (*told, *(() if self._host is None else (self._host.told,))),
             "host": self._host,
         }
+
+    def _growing_capacity(self, least: int) -> int | None:
+        """The least capacity with expandable segments, of the same events; None unless gaps between blocks decide."""
+        run, unlimited, outside = self._run, self._replay, self._outside_bytes
+        assert run is not None
+        assert unlimited is not None
+        assert self._gpu is not None
+        settings, limit = self._gpu.settings, self._limit_bytes
+        live = unlimited.peaks[0] + outside
+        is_near = live <= limit and least > _NEAR_FRAC * limit
+        if settings.expandable_segments or not is_near or least - live <= _FEW_GAPS_FRAC * least:
+            return None
+        grown = Unlimited(run.log, settings=replace(settings, expandable_segments=True))
+        return grown.least_capacity(first_bytes=limit - outside) + outside
 
 
 def _only(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> list[dict[str, float]]:

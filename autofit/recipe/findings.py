@@ -423,6 +423,20 @@ CLASHES = (
         )
         for low_bits in ("load_in_4bit", "load_in_8bit")
     ),
+    *(
+        Clash(  # torch/amp/grad_scaler.py, _unscale_grads_; seen on the simulated card, which runs torch's own code
+            settings={
+                "fp16": (True,), "dtype": (half,), "use_peft": (False,), SHARDING: ("ddp",),
+                **dict.fromkeys(("adapter_dtype", "bottleneck", "reft_rank"), (None,)),  # which are float32
+            },
+            key="fp16",
+            what=f"the loss scaling of fp16 needs gradients in float32, and those of {half} weights are {half}: it "
+                 f"ends with `{ends}` in the first optimizer step",
+            fix="set dtype: float32, or fp16: false, and bf16: true where the card has bfloat16",
+        )
+        for half, ends in (("float16", "Attempting to unscale FP16 gradients"),
+                           ("bfloat16", "not implemented for 'BFloat16'"))
+    ),
 )  # fmt: skip
 
 
