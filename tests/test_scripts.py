@@ -306,7 +306,7 @@ def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none
         ("somebody/qwen2.5-coder-7b-mine", "Qwen/Qwen2.5-Coder-7B"),
         ("somebody/Llama-2-7B-GPTQ", None),
         ("somebody/open_llama_3b", None),
-        ("somebody/Qwen2-VL-7B-tuned", None),
+        ("somebody/Qwen9-VL-7B-tuned", None),
         ("somebody/Qwen2.5-VL-7B-tuned", "Qwen/Qwen2.5-VL-7B-Instruct"),
     ],
 )
