@@ -310,6 +310,11 @@ def test_a_failed_simulation_is_said_and_the_next_change_is_tried() -> None:
     assert (row.verdict, row.reason) == (OfferVerdict.NONE, "the trainer raised")
 
 
+def test_why_the_recipe_itself_cannot_train_stands_in_its_row_and_not_why_a_change_of_it_cannot() -> None:
+    rows = offers(Cards(), ["a100-80gb"], counts=(1, 2), fp16=True, bf16=False, load_in_4bit=True, use_peft=True)
+    assert all("loss scaling of fp16" in row.reason for row in rows)
+
+
 def test_ctrl_c_leaves_the_finished_offers_and_ends_the_simulations_at_work() -> None:
     cards, cancelled = Cards(), threading.Event()
 

@@ -366,14 +366,14 @@ class Shop:
         """The offer with this change if it fits; else the row has what came of it."""
         if clash := next(clashes(row.recipe, rung.values), None):
             own = clash in clashes(row.recipe)  # else the fix is of a change that was tried, not of the user's recipe
-            row.problem = f"{clash.what}; {clash.fix}" if own else clash.what
+            row.problem = row.problem or (f"{clash.what}; {clash.fix}" if own else clash.what)
             return None
         if (least := self._least_bytes(rung, row.spec) or row.missed_offloaded(rung)) is not None:
             row.missed.append((least, rung))
             return None
         result = self._result(row.spec, rung, row.recipe)
         if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
-            row.problem = result.reason
+            row.problem = row.problem or result.reason
             return None
         self._learn(rung, row.spec, result)
         if result.status is ProbeStatus.OOM:
@@ -469,7 +469,7 @@ class _Row:
     recipe: Recipe  # on so many cards
     tight: Offer | None = None  # what fits with too little to spare, with the most of it
     missed: list[tuple[int, Rung]] = field(default_factory=list)  # (the bytes it needs, a change)
-    problem: str = ""  # why one could not be simulated
+    problem: str = ""  # why the mildest of those that could not be simulated could not
 
     def batch(self, rung: Rung) -> dict[str, object]:
         """{key: value} of the micro-batch, the accumulation and, of a trainer that generates, the rollout.
