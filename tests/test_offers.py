@@ -311,7 +311,8 @@ def test_a_failed_simulation_is_said_and_the_next_change_is_tried() -> None:
 
 
 def test_why_the_recipe_itself_cannot_train_stands_in_its_row_and_not_why_a_change_of_it_cannot() -> None:
-    rows = offers(Cards(), ["a100-80gb"], counts=(1, 2), fp16=True, bf16=False, load_in_4bit=True, use_peft=True)
+    own = {"fp16": True, "bf16": False, "load_in_4bit": True, "use_peft": True, "optim": "adamw_torch"}
+    rows = offers(Cards(), ["a100-80gb"], counts=(1, 2), **own)
     assert all("loss scaling of fp16" in row.reason for row in rows)
 
 
