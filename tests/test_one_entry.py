@@ -18,8 +18,7 @@ from search_driver import plan
 from autofit import fake_gpu, jobs
 from autofit.api.arguments import cards_of
 from autofit.cluster import slurm
-from autofit.cluster.executor import executor_of, read_executor
-from autofit.cluster.scheduler import Cluster, cluster_of
+from autofit.cluster.scheduler import Cluster, cluster_of, executor_of, read_executor
 from autofit.commands.arguments import _Kinds
 from autofit.errors import ConfigError
 from autofit.fakegpu import specs

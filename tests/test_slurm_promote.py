@@ -19,9 +19,8 @@ import yaml
 from slurm_cluster import Cluster
 from test_server import RESOLVED, recipe
 
-from autofit.cluster.executor import LOCAL, executor_of
 from autofit.cluster.nodes import only_cards
-from autofit.cluster.scheduler import OwnJob
+from autofit.cluster.scheduler import LOCAL, OwnJob, executor_of
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints

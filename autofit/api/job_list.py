@@ -13,8 +13,7 @@ from rich.table import Table
 
 from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.tables import Shown
-from autofit.cluster.executor import Kind
-from autofit.cluster.scheduler import JobState, cluster_of
+from autofit.cluster.scheduler import JobState, Kind, cluster_of
 from autofit.errors import ConfigError, EnvironmentFault, option, quoted
 from autofit.files import read_json
 from autofit.folding import Folding

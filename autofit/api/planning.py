@@ -12,8 +12,8 @@ from typing import Literal
 from autofit.api.arguments import one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of
-from autofit.cluster.executor import LOCAL, Executor
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
+from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, at_least_one, option
 from autofit.files import claim
 from autofit.frontends.writing import changed, in_16_bits, on_card

@@ -11,8 +11,7 @@ from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, on
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
-from autofit.cluster.executor import Executor
-from autofit.cluster.scheduler import cluster_of
+from autofit.cluster.scheduler import Executor, cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.probing.launch import is_alive

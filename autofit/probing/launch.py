@@ -18,8 +18,7 @@ from types import FrameType
 
 import submitit
 
-from autofit.cluster.executor import LOCAL, SLURM, Executor, Kind
-from autofit.cluster.scheduler import Cluster, JobState, cluster_of
+from autofit.cluster.scheduler import LOCAL, SLURM, Cluster, Executor, JobState, Kind, cluster_of
 from autofit.errors import EnvironmentFault
 from autofit.files import end_of, is_full, private_folder, read_json, write_json
 from autofit.probing.fork_server import detach

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import optuna
 
-from autofit.cluster.executor import LOCAL, Executor
+from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import Scratch, private_folder, write_json
 from autofit.frontends.command import script_text
