@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault
-from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import write_json
 from autofit.folding import Folding
