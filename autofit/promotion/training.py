@@ -398,7 +398,7 @@ def start_mirror(folder: Path) -> "subprocess.Popen[bytes] | None":
 
     None where it cannot be started: the training needs no MLflow.
     """
-    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(RunFolder(folder).request_path)]
+    command = [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(RunFolder(folder).request_path)]
     try:
         with (folder / "mlflow.log").open("ab") as log, deaf_children():
             return subprocess.Popen(
