@@ -28,7 +28,8 @@ from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place
 from autofit.promotion.place import Tuned, check_ranks, for_slurm, machines_of, server_of
 from autofit.promotion.run_folder import REQUEUES, ask_to_end, ending_of
 from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, superseded
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import Kind, events_of, read_progress
 

@@ -44,8 +44,8 @@ from autofit.plugin.protocol import (
     Report,
     Task,
 )
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch import Launch
 
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss

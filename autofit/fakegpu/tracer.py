@@ -425,9 +425,9 @@ def _device_of(args: Sequence[object], out: object) -> str:
 
 # -- the host's time for Python that goes over all modules, or over lists of tensors ----------------------------------
 # transformers' loop goes over all modules several times for each micro-batch (`model.train()`, its count of FLOPs) and
-# over lists of tensors for each step (clipping, the optimizer, `zero_grad`), after it has waited for the card, which has
-# nothing to do meanwhile: on an H100 17 to 20 ms of each micro-batch and 10 to 20 ms of each step of Qwen3-1.7B with
-# LoRA, 2,389 modules (experiments/gpu, 2026-11-27). Measured on that host, in launches of it (11.0 us):
+# over lists of tensors for each step (clipping, the optimizer, `zero_grad`), after it has waited for the card, which
+# has nothing to do meanwhile: on an H100 17 to 20 ms of each micro-batch and 10 to 20 ms of each step of Qwen3-1.7B
+# with LoRA, 2,389 modules (experiments/gpu, 2026-11-27). Measured on that host, in launches of it (11.0 us):
 # `experiments/gpu/walks.py`.
 
 # Launches a module: 1.1 to 1.4 us for its weights, 2.1 us for its mode.

@@ -26,7 +26,8 @@ from autofit.plugin.registry import check_early, code_hash, load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import ProcessEnding
-from autofit.recipe.launch import LAUNCH, Launch, check_installed, check_on_cpu, split
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, check_installed, check_on_cpu, split
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched, needs_server
 from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, TrainerName, merge, spread, with_launch
