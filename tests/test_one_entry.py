@@ -23,7 +23,7 @@ from autofit.commands.arguments import _Kinds
 from autofit.errors import ConfigError
 from autofit.fakegpu import specs
 from autofit.fakegpu.kernels import KERNELS, Kernel
-from autofit.fakegpu.rates.products import rates_name, stand_in
+from autofit.fakegpu.rates.kernels import rates_name, stand_in
 from autofit.fakegpu.scratch import SCRATCH, Scratch
 from autofit.fakegpu.specs import _spec
 from autofit.forecast.change import _others

@@ -5,7 +5,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from source import Card, Measured, MeasuredAttention
 
-from autofit.fakegpu.rates.products import AttentionTable, Floats, GemmTable, Grid, Machine, Waves, roofline, smoothed
+from autofit.fakegpu.rates.kernels import AttentionTable, Floats, GemmTable, Grid, Machine, Waves, roofline, smoothed
 
 Flags = npt.NDArray[np.bool_]
 # In the order of Waves' fields; the fit starts here and is drawn to it, weakly, for what a card's table cannot tell.

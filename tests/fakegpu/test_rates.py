@@ -14,8 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from autofit.fakegpu import GPU_SPECS, HostCosts, fake_gpu, gpu_spec
 from autofit.fakegpu.kernels import flops
 from autofit.fakegpu.rates.collectives import log_error
-from autofit.fakegpu.rates.kernels import KernelSeconds, Work
-from autofit.fakegpu.rates.products import MEASURED, Grid, card_rates, rates_name, smoothed, stand_in
+from autofit.fakegpu.rates.kernels import (
+    MEASURED,
+    Grid,
+    KernelSeconds,
+    Work,
+    card_rates,
+    rates_name,
+    smoothed,
+    stand_in,
+)
 
 # Seconds of single shapes in the tables of aiconfigurator-core 0.12.0 (bfloat16; framework as in the card's file).
 SHAPES = [

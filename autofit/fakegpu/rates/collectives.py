@@ -26,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from autofit.fakegpu.rates.products import MEASURED, STEP, Grid
+from autofit.fakegpu.rates.kernels import MEASURED, STEP, Grid
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, MIB, GpuSpec
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]
