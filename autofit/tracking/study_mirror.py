@@ -17,7 +17,7 @@ import optuna
 from mlflow.entities import Run
 
 from autofit.errors import AutofitError
-from autofit.files import read_json
+from autofit.files import written_json
 from autofit.tracking.database import make_whole, tracking_uri
 from autofit.tracking.follower import keep_mirrored, told_of, told_to_end
 from autofit.tracking.front_plot import study_figure
@@ -229,8 +229,7 @@ def follow(folder: Path, study_name: str) -> None:
 
 def follow_run(request_path: Path) -> None:
     """Mirror a promoted run until standard input closes, then once more, and close MLflow's run."""
-    request = read_json(request_path)
-    assert request is not None
+    request = written_json(request_path)
     folder, study, trial = Path(str(request["study_folder"])), str(request["study"]), int(str(request["trial"]))
     run, has_trial = RunMirror(request), False
 

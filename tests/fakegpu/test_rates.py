@@ -21,7 +21,6 @@ from autofit.fakegpu.rates.kernels import (
     Work,
     card_rates,
     rates_name,
-    smoothed,
     stand_in,
 )
 
@@ -149,11 +148,6 @@ def test_a_grid_gives_its_own_values_back_and_stays_at_its_edges() -> None:
     grid = Grid(axes, np.arange(6.0).reshape(3, 2))
     assert grid.at(np.array([2.0, 100.0]), np.array([10.0, 0.1])).tolist() == [3.0, 4.0]
     assert grid.at(np.array([2**0.5]), np.array([1.0])) == pytest.approx([1.0])
-
-
-def test_a_value_that_was_not_measured_is_its_neighbours_mean() -> None:
-    values = smoothed(np.array([1.0, np.nan, 3.0]), [np.array([0.0, 1.0, 2.0])], [0.1])
-    assert values == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)
 
 
 def test_skipped_decode_steps_have_the_parts_of_the_last_traced_one() -> None:

@@ -49,27 +49,13 @@ class Grid:
         return total
 
 
-def smoothed(values: Floats, axes: Sequence[Floats], widths: Sequence[float]) -> Floats:
-    """Means of `values` around each point, with the weight exp(-distance / width) along each axis; nan is no value.
-
-    Points that have none take the mean of their neighbours, however far away these are.
-    """
-    weights = (~np.isnan(values)).astype(float)
-    sums = np.where(weights > 0, values, 0.0)
-    for number, (axis, width) in enumerate(zip(axes, widths, strict=True)):
-        kernel = np.exp(-np.abs(axis[:, None] - axis[None]) / width)
-        sums = np.moveaxis(np.tensordot(kernel, sums, (1, number)), 0, number)
-        weights = np.moveaxis(np.tensordot(kernel, weights, (1, number)), 0, number)
-    return np.asarray(sums / np.maximum(weights, 1e-300))
-
-
 # Seconds of a matrix product on one card: waves of tiles, corrected by what was measured near the same shape.
 #
 # A product of (m, k) and (k, n) is cut into tiles that the card's multiprocessors work off in waves, so its time jumps
 # where a wave more is needed. Interpolating measured times across these jumps is what makes plain tables wrong. So the
 # waves are computed, and only the ratio of the measured time to the computed one is interpolated. The speed of each
 # tile, the achieved bandwidth and the shortest time were fitted to the card's own measurements
-# (experiments/rates/make_tables.py). Needs no torch.
+# (experiments/rates/make_tables.py).
 
 TILES = np.array([(256, 128), (128, 128), (128, 64), (64, 64), (32, 64), (16, 64)], float)
 SPLITS = np.array([1.0, 2.0, 4.0])  # parts of k that are summed afterwards, for products with few tiles
