@@ -18,7 +18,7 @@ import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
-from autofit.files import OWNER, is_full, last_line, read_json, write_json
+from autofit.files import OWNER, is_full, last_line, read_json, write_json, written_json
 from autofit.frontends.writing import in_own_names, own_words, wrong_with
 from autofit.hardware.hardware import gpus
 from autofit.plugin.protocol import Facts, Inspection, Trainer, WorstCase
@@ -245,8 +245,7 @@ def keep_worst_case(source: Path, target: Path) -> None:
 
 def inspect(request_path: str) -> int:
     """Inspect the recipe of the request at `request_path` and write the request's `answer` file. Always returns 0."""
-    request = read_json(Path(request_path))
-    assert request is not None
+    request = written_json(request_path)
     inspection = Inspection(
         device=str(request["device"]), worst_case=WorstCase(path=Path(str(request["worst_case"]))),
         prompt_tokens=cast(int | None, request.get("prompt_tokens")),
@@ -271,8 +270,7 @@ def tell_lengths(request_path: str) -> int:
 
     `request` is that of an inspection that has ended: its data is at hand, so nothing is fetched.
     """
-    request = read_json(Path(request_path))
-    assert request is not None
+    request = written_json(request_path)
     tells = getattr(load(str(request["trainer"])), "sample_lengths", None)
     from autofit.plugin.models import go_offline  # imports torch
 
