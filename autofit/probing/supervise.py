@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,6 +159,13 @@ def keep_ranks(
         )  # fmt: skip
 
     return RanksEnded(endings=tuple(ending(rank) for rank in range(ranks)), first=first)
+
+
+def start_child(command: Sequence[str], **options: Any) -> int:
+    """The pid of a started process, for whose end its keeper waits; `options` are Popen's."""
+    process = subprocess.Popen(command, **options)
+    process.returncode = 0  # nobody waits for it through this object
+    return process.pid
 
 
 def keep(
@@ -392,11 +400,7 @@ def keep_module(words: Sequence[str]) -> int:
     However the process at the other end of the pipe ends, `kill -9` included, the program and its children end with it.
     """
 
-    def start() -> int:
-        process = subprocess.Popen([sys.executable, "-P", "-m", *words], stdin=subprocess.DEVNULL)
-        process.returncode = 0  # the keeper waits for it, not this object
-        return process.pid
-
+    start = partial(start_child, [sys.executable, "-P", "-m", *words], stdin=subprocess.DEVNULL)
     ending = keep(start, deadline_s=math.inf, abandoned=lambda: bool(select.select([sys.stdin], [], [], 0)[0]))
     return 0 if ending.abandoned else abs(ending.exit_code)
 
