@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autofit.fakegpu.rates.collectives import Collective
 from autofit.fakegpu.rates.kernels import Pattern, family, sizes
-from autofit.fakegpu.scratch import Rounded, is_dense
+from autofit.fakegpu.scratch import Rounded, is_dense, named
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -274,36 +274,31 @@ def _layout(tensor: torch.Tensor) -> list[int]:
 
 
 # ---------------------------------------------------------------------- the table
-def _named(names: str, kernel: Kernel) -> dict[str, Kernel]:
-    """The same entry for several operators of torch."""
-    return {f"aten::{name}": kernel for name in names.split()}
-
-
 _PLAIN = Kernel()
 KERNELS: dict[str, Kernel] = {
-    **_named("embedding index gather index_select", Kernel(pattern="gather")),  # the rows they return, not the whole
-    **_named(
+    **named("embedding index gather index_select", Kernel(pattern="gather")),  # the rows they return, not the whole
+    **named(
         "index_put index_put_ _index_put_impl_ index_add index_add_ scatter_add scatter_add_ scatter scatter_",
         Kernel(pattern="scatter"),
     ),
-    **_named("fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_", Kernel(fills=True)),
-    **_named("_to_copy clone", Kernel(copies=True)),
+    **named("fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_", Kernel(fills=True)),
+    **named("_to_copy clone", Kernel(copies=True)),
     "aten::copy_": Kernel(copies=True, fills=True),
     "aten::cat": Kernel(pattern="cat"),
     "aten::embedding_dense_backward": Kernel(pattern="scatter"),
     # SoftMax.cu, PersistentSoftmax.cuh: the forward reads a row for its maximum, its sum and its result. The backward
     # reads the gradient, that of softmax also the output, for a sum first. Short rows are still in the cache.
-    **_named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True)),
+    **named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True)),
     "aten::_softmax_backward_data": Kernel(reads=(2, 2), by_rows=True),
     "aten::_log_softmax_backward_data": Kernel(reads=(2, 1), by_rows=True),
     # layer_norm_kernel.cu: the forward reads its input for the statistics and for the result, the backward its input
     # and the gradient twice, and a third time for the gradients of weight and bias.
-    **_named("native_layer_norm _fused_rms_norm", Kernel(reads=(2,))),
-    **_named("native_layer_norm_backward _fused_rms_norm_backward", Kernel(reads=(3, 3))),
+    **named("native_layer_norm _fused_rms_norm", Kernel(reads=(2,))),
+    **named("native_layer_norm_backward _fused_rms_norm_backward", Kernel(reads=(3, 3))),
     # NLLLoss2d and Loss.cu: the loss reads one element a target; its gradient is filled with zeros first.
     "aten::nll_loss_forward": Kernel(reads=(0, 1), pattern="one_block"),
     "aten::nll_loss_backward": Kernel(reads=(0, 0, 1)),
-    **_named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
+    **named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
     "aten::_grouped_mm": Kernel(flops=_grouped_mm),
     "transformers::grouped_mm_fallback": Kernel(flops=_grouped_mm),  # a loop of products on cards before Ampere
     "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
