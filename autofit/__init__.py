@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         verify,
     )
     from autofit.api.callback import AutofitCallback
-    from autofit.cluster.executor import Executor
+    from autofit.cluster.scheduler import Executor
     from autofit.fakegpu import fake_gpu
     from autofit.fitcheck import FitCheck, fit_check
 
@@ -39,7 +39,7 @@ if _path.isfile(_path.join(_CLONE, "search_spaces", "knobs.yaml")) and not _path
 
 _FOUND_IN = {  # loaded when first asked for: `import autofit` itself loads nothing heavy
     **dict.fromkeys(__all__, "autofit.api"), "AutofitCallback": "autofit.api.callback",
-    "Executor": "autofit.cluster.executor", "FitCheck": "autofit.fitcheck", "fake_gpu": "autofit.fakegpu",
+    "Executor": "autofit.cluster.scheduler", "FitCheck": "autofit.fitcheck", "fake_gpu": "autofit.fakegpu",
     "fit_check": "autofit.fitcheck",
 }  # fmt: skip
 

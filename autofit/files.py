@@ -144,6 +144,13 @@ def read_json(path: Path) -> dict[str, object] | None:
     return cast(dict[str, object], content)
 
 
+def written_json(path: str | Path) -> dict[str, object]:
+    """The JSON object in `path`, which another part of autofit has written before."""
+    found = read_json(Path(path))
+    assert found is not None, path
+    return found
+
+
 _ACL = "system.posix_acl_access"  # extended attribute of a file whose mode is not all
 
 

@@ -56,3 +56,8 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def format_metric(value: object) -> str:
+    """A metric with four digits; "-" for none."""
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"

@@ -12,7 +12,7 @@ from at_once import AtOnce
 from recipes import grpo_recipe
 
 from autofit.cluster import slurm
-from autofit.cluster.executor import executor_of
+from autofit.cluster.scheduler import executor_of
 from autofit.probing.cluster_launch import ClusterLauncher
 from autofit.probing.launch import Launcher
 from autofit.space.knob import load_space

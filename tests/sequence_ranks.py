@@ -19,7 +19,7 @@ from fakegpu.tiny_trainers import config, profiler_peak_bytes
 from transformers import AutoModelForCausalLM
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import free_port
 from autofit.trainers.hf_tasks import InChunks

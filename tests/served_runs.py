@@ -7,8 +7,8 @@ import yaml
 
 from autofit.files import read_json, write_json
 from autofit.promotion.ladder import RescueLadder
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch import Launch
 
 
 def folder_of_run(home: Path, model: Path, launch: Launch | None = None, **changes: object) -> Path:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autofit.cluster.executor import Executor
-from autofit.cluster.scheduler import JobState, OwnJob
+from autofit.cluster.scheduler import Executor, JobState, OwnJob
 
 _RUN = "import pickle, sys; function, argument = pickle.load(open(sys.argv[1], 'rb')); function(argument)"
 

@@ -15,7 +15,6 @@ import tiny
 from drivers import Card, Driver
 
 from autofit.api.planning import Planned, Request, make_plan
-from autofit.cluster.executor import Executor, executor_of
 from autofit.cluster.nodes import (
     _key,
     asks_for_cards,
@@ -26,6 +25,7 @@ from autofit.cluster.nodes import (
     named_cards,
     node_fault,
 )
+from autofit.cluster.scheduler import Executor, executor_of
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.hardware import is_of_kind, kind_of

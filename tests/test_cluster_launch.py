@@ -12,8 +12,7 @@ import lawful
 import pytest
 from search_driver import plan
 
-from autofit.cluster.executor import executor_of
-from autofit.cluster.scheduler import JobState
+from autofit.cluster.scheduler import JobState, executor_of
 from autofit.cluster.slurm import Queue
 from autofit.errors import EnvironmentFault
 from autofit.files import write_json

@@ -18,7 +18,8 @@ from autofit.probing.job import run_probe
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,8 @@ from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, Sharding
 from autofit.space.knob import Knob, space_knobs
 from autofit.space.space import Space
 from autofit.trainers import hf_training

@@ -14,7 +14,7 @@ import pytest
 
 from autofit import Executor
 from autofit.cli import main
-from autofit.cluster.executor import LOCAL, executor_given, read_executor
+from autofit.cluster.scheduler import LOCAL, executor_given, read_executor
 from autofit.commands.arguments import parser
 from autofit.commands.common import executor_option
 from autofit.errors import ConfigError

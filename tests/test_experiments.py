@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -75,3 +76,10 @@ def test_the_search_experiment_searches_a_case_to_its_end(monkeypatch: pytest.Mo
     assert len(case.grid) > 10
     assert len(row["speed"]) == 3
     assert row["speed"][-1] > 0
+
+
+def test_a_value_that_was_not_measured_is_its_neighbours_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "experiments" / "rates"))
+    smoothed = importlib.import_module("fitting").smoothed
+    values = smoothed(np.array([1.0, np.nan, 3.0]), [np.array([0.0, 1.0, 2.0])], [0.1])
+    assert values == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)

@@ -14,7 +14,7 @@ from test_frontier import GB, trial
 
 from autofit.api.arguments import named_as_arguments
 from autofit.api.results import read_result
-from autofit.cluster.executor import LOCAL
+from autofit.cluster.scheduler import LOCAL
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import write_json
 from autofit.probing.result import Cause, Fidelity, ProbeRequest, ProbeResult, ProbeStatus

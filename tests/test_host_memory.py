@@ -8,7 +8,7 @@ import autofit
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.memory import HostMemory as HostTensors
 from autofit.fakegpu.memory import held_bytes
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.probing.host_memory import host_memory, shortage
 from autofit.probing.simulated import saved_bytes
 from autofit.recipe.launch import Launch

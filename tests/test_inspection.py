@@ -6,9 +6,8 @@ import pytest
 
 from autofit.errors import AutofitError, ConfigError
 from autofit.files import read_json, write_json
-from autofit.probing import inspection
 from autofit.probing.fork_server import ForkServer
-from autofit.probing.prepare import prepare
+from autofit.probing.prepare import inspect, prepare
 from autofit.recipe.yaml_file import read_source
 
 TRAINER = """
@@ -43,8 +42,8 @@ def test_an_exit_while_the_trainer_is_imported_or_reads_is_an_answer(
             "worst_case": str(tmp_path / "worst.json"), "answer": str(answer),
         }  # fmt: skip
         write_json(tmp_path / "request.json", request)
-        monkeypatch.setattr(inspection, "load", _loaded)
-        assert inspection.run(str(tmp_path / "request.json")) == 0
+        monkeypatch.setattr("autofit.probing.prepare.load", _loaded)
+        assert inspect(str(tmp_path / "request.json")) == 0
         said = str((read_json(answer) or {})["error"])
         assert ENDS[ending] in said
         assert (f"{name}_{len(ending)}.py:6" in said) == (name == "at_reading")

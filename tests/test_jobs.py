@@ -16,7 +16,7 @@ from slurm_cluster import Cluster
 from autofit import jobs
 from autofit.api import Job
 from autofit.cli import main
-from autofit.cluster.executor import executor_of
+from autofit.cluster.scheduler import executor_of
 from autofit.cluster.slurm import Queue, submit
 from autofit.files import write_json
 from autofit.probing.cluster_launch import job_name

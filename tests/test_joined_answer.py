@@ -15,7 +15,8 @@ from autofit.probing.job import classified
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.probing.slots import slots
 from autofit.probing.supervise import PORT_IS_TAKEN, ProcessEnding, RanksEnded, joined_answer, keep_rank_probes
-from autofit.recipe.launch import LAUNCH, Launch, check_on_cpu
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, check_on_cpu
 from autofit.trainers.examples.two_rewards import TRAINER
 
 FIT = ProbeResult(

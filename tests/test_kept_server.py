@@ -27,4 +27,4 @@ def test_ui_says_that_its_server_has_ended_by_itself(tmp_path: Path) -> None:
 
 def _keeps(process: psutil.Process, folder: Path) -> bool:
     words = process.info["cmdline"] or []
-    return "autofit.tracking.kept_server" in words and any(str(folder) in word for word in words)
+    return "autofit.probing.supervise" in words and any(str(folder) in word for word in words)

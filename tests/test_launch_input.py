@@ -15,7 +15,8 @@ from autofit.hardware.nvml import Gpu
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import on_machines, prepare
 from autofit.promotion import place
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe, with_launch
 

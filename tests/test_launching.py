@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from autofit.errors import ConfigError
-from autofit.recipe.launch import LAUNCH, Launch
-from autofit.recipe.launch_keys import TYPES
-from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, SECTION_KEYS
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
+from autofit.recipe.launch_keys import FLAGS, NOT_BESIDE_JSON, SECTION_KEYS, TYPES
 from autofit.recipe.launching import Launched, LaunchOptions, launched
 from autofit.recipe.profile import profile
 

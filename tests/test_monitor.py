@@ -30,7 +30,7 @@ from autofit.cluster.slurm import Queue
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.health import HostUse, ProcessUse, host_use, tree_use
-from autofit.probing.at_work import probes_at_work
+from autofit.probing.launch import probes_at_work
 from autofit.probing.result import ProbeRequest
 from autofit.probing.supervise import note_of
 from autofit.recipe.recipe import merge

@@ -18,7 +18,6 @@ from at_once import probed
 from recipes import grpo_recipe
 
 from autofit.errors import ConfigError
-from autofit.plugin.fields import accepts
 from autofit.plugin.protocol import Task, WorstCase
 from autofit.plugin.registry import load
 from autofit.probing.fork_server import ForkServer
@@ -26,6 +25,7 @@ from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
+from autofit.recipe.yaml_file import accepts
 from autofit.space.knob import read_space
 from autofit.space.space import Knob, Space
 from autofit.trainers.names import installed, one_name_each, parser_of, renamed, synonyms

@@ -23,7 +23,8 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.recipe import Recipe, TrainerName
 

@@ -18,13 +18,12 @@ from search_driver import plan
 from autofit import fake_gpu, jobs
 from autofit.api.arguments import cards_of
 from autofit.cluster import slurm
-from autofit.cluster.executor import executor_of, read_executor
-from autofit.cluster.scheduler import Cluster, cluster_of
+from autofit.cluster.scheduler import Cluster, cluster_of, executor_of, read_executor
 from autofit.commands.arguments import _Kinds
 from autofit.errors import ConfigError
 from autofit.fakegpu import specs
 from autofit.fakegpu.kernels import KERNELS, Kernel
-from autofit.fakegpu.rates.products import rates_name, stand_in
+from autofit.fakegpu.rates.kernels import rates_name, stand_in
 from autofit.fakegpu.scratch import SCRATCH, Scratch
 from autofit.fakegpu.specs import _spec
 from autofit.forecast.change import _others

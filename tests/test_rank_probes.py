@@ -20,7 +20,8 @@ from autofit.probing.job import run_probe
 from autofit.probing.launch import Launcher, is_alive
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import Cause, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.launching import LaunchOptions
 from autofit.recipe.recipe import Recipe
 

@@ -19,8 +19,8 @@ from autofit.probing.supervise import RanksEnded
 from autofit.promotion.job import train_to_the_end
 from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.run_folder import ask_to_end, ending_of, forget_signals, log_of
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch import Launch
 from autofit.watching.events import Kind, RunEvent, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")

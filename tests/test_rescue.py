@@ -26,8 +26,8 @@ from autofit.promotion.checkpoints import checkpoints, step_of
 from autofit.promotion.ladder import RescueLadder, Speed
 from autofit.promotion.run_folder import Oom, keep_oom, read_oom
 from autofit.proof.proof import Verdict
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch import Launch
 from autofit.watching.events import (
     Kind,
     RunEvent,

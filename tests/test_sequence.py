@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.plugin.protocol import Task
 from autofit.probing.fork_server import ForkServer
 from autofit.trainers.hf import TRAINER

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autofit.errors import ConfigError
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import RolloutServer, needs_server
 
 RESOLVED = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "0.0.0.0", "vllm_server_base_url": None}

@@ -17,7 +17,8 @@ from autofit.files import write_json
 from autofit.probing.supervise import ProcessEnding, RanksEnded
 from autofit.promotion import job
 from autofit.promotion.server import Beside, Post, address_variables, last_words, serve, with_address
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 
 
 def test_a_training_finds_this_start_s_server_in_its_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:

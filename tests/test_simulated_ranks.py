@@ -17,7 +17,8 @@ from autofit.plugin.ranks import rank_environment, simulated_rank
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.recipe import TrainerName
 
 DEVICE = "sim:a100-80gb"

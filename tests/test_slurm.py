@@ -10,7 +10,7 @@ import pytest
 from slurm_cluster import Cluster
 
 from autofit.cluster import slurm as slurm_module
-from autofit.cluster.executor import executor_of
+from autofit.cluster.scheduler import executor_of
 from autofit.cluster.slurm import Queue, cancel, submit
 from autofit.errors import EnvironmentFault
 

@@ -19,9 +19,8 @@ import yaml
 from slurm_cluster import Cluster
 from test_server import RESOLVED, recipe
 
-from autofit.cluster.executor import LOCAL, executor_of
 from autofit.cluster.nodes import only_cards
-from autofit.cluster.scheduler import OwnJob
+from autofit.cluster.scheduler import LOCAL, OwnJob, executor_of
 from autofit.errors import ConfigError
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
@@ -29,7 +28,8 @@ from autofit.probing.launch import cancel_waiting, end_in_slurm, is_alive, place
 from autofit.promotion.place import Tuned, check_ranks, for_slurm, machines_of, server_of
 from autofit.promotion.run_folder import REQUEUES, ask_to_end, ending_of
 from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, superseded
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import RolloutServer
 from autofit.watching.events import Kind, events_of, read_progress
 

@@ -17,7 +17,7 @@ import tiny
 from search_driver import on_slurm, plan
 from slurm_cluster import Cluster
 
-from autofit.cluster.executor import executor_of
+from autofit.cluster.scheduler import executor_of
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json
 from autofit.probing.cluster_launch import launcher_for

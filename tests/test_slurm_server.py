@@ -13,7 +13,7 @@ from slurm_cluster import Cluster
 from test_slurm_promote import ended, lines, logs, resumed, steps, wait
 from vllm_stand_in import servers_of, write_stand_in
 
-from autofit.cluster.executor import executor_of
+from autofit.cluster.scheduler import executor_of
 from autofit.files import read_json
 from autofit.probing.launch import start_job
 from autofit.promotion.slurm_job import run_allocated

@@ -12,8 +12,8 @@ from autofit.errors import ConfigError
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions, has_room, without_offload
 from autofit.recipe.findings import clashes
-from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, Tier
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH, QUANT_STORAGE, SYNC_EACH_BATCH, Tier
+from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.recipe import Recipe, inner_value, merge, with_launch
 from autofit.space import narrow
 from autofit.space.knob import Knob, load_space

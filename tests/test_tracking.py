@@ -235,12 +235,12 @@ def test_a_mirror_whose_starter_is_gone_is_ended_by_the_kernel_whatever_it_waits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["run_mirror", pytest.param("study_mirror", marks=pytest.mark.thorough)])
-def test_a_mirror_ends_with_its_last_look_and_unloads_nothing(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["run", pytest.param("study", marks=pytest.mark.thorough)])
+def test_a_mirror_ends_with_its_last_look_and_unloads_nothing(of: str, tmp_path: Path) -> None:
     """To unload MLflow takes far longer than the look, and the training or the search waits for it."""
     write_json(tmp_path / "request.json", {"study_folder": str(tmp_path), "folder": "", "study": "law", "trial": 0})
-    asked = [str(tmp_path / "request.json")] if module == "run_mirror" else [str(tmp_path), "law"]
-    begin = f"runpy.run_module('autofit.tracking.{module}', run_name='__main__')"
+    asked = [str(tmp_path / "request.json")] if of == "run" else [str(tmp_path), "law"]
+    begin = "runpy.run_module('autofit.tracking.study_mirror', run_name='__main__')"
     # As without others at work: a busy machine would not let a nice process come to its end in time.
     program = f"import atexit, os, runpy; os.nice = int; atexit.register(print, 'unloads'); {begin}"
     done = subprocess.run([sys.executable, "-c", program, *asked], stdin=subprocess.DEVNULL, capture_output=True,

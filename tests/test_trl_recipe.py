@@ -10,7 +10,7 @@ from autofit.api.reading import read_recipe
 from autofit.errors import ConfigError
 from autofit.frontends.reading import explain, read
 from autofit.frontends.trl_recipe import HANDBOOK, OPEN_R1, tool_of
-from autofit.frontends.writing import OwnFile, own_words, source_of, written
+from autofit.frontends.writing import OwnFile, changed, own_words, source_of, written
 from autofit.probing.fork_server import ForkServer
 
 GRPO = """# Model arguments
@@ -163,4 +163,6 @@ def test_explain_says_the_batch_and_what_stands_for_the_data(tmp_path: Path) -> 
 def test_a_sample_that_would_take_gigabytes_to_make_up_is_refused(tmp_path: Path) -> None:
     source = source_of(file(tmp_path, {**DPO, "max_length": 10**8}))
     with pytest.raises(ConfigError, match=r"must have at most 4,194,304 tokens; got 100,000,000"):
-        read_recipe(source, trainer=None, device="sim:t4", scratch=tmp_path / "s", server=cast(ForkServer, None))
+        read_recipe(
+            changed(source, None), trainer=None, device="sim:t4", scratch=tmp_path / "s", server=cast(ForkServer, None)
+        )

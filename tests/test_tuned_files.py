@@ -16,8 +16,8 @@ from autofit.errors import ConfigError
 from autofit.plugin.ranks import rank_environment
 from autofit.promotion.place import Tuned, check_ranks
 from autofit.promotion.promotion import _of_made_up, _spelling
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH, THREADS, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch import THREADS, Launch
 from autofit.recipe.launching import launched
 from autofit.tracking.runs import with_launch
 from autofit.tuning.record import StudyRecord

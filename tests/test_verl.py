@@ -37,7 +37,8 @@ from autofit.plugin.ranks import simulated_rank
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import _said_in_file, prepare, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.recipe import Recipe, spread, with_launch
 from autofit.recipe.yaml_file import Source
 from autofit.space.knob import load_space

@@ -12,7 +12,8 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe import launch as launches
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import TrainerName
 
 DEVICE, RANKS = "sim:a100-80gb", 4

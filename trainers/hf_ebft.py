@@ -18,7 +18,7 @@ from torch.nn.functional import cosine_similarity, log_softmax, normalize
 
 from autofit.errors import ConfigError, nearest, quoted
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.plugin.fields import accepts, readable
+from autofit.recipe.yaml_file import accepts, readable
 
 from .features import whitened
 from .hf_data import IGNORED

@@ -24,9 +24,9 @@ from typing import Any
 from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, option, quoted
 from autofit.files import cache_folder, read_json, write_json
 from autofit.frontends.reading import refusal
-from autofit.plugin.fields import Kind, is_one_of, kinds, readable
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import TAKEN_BY, TRAINERS
+from autofit.recipe.yaml_file import Kind, is_one_of, kinds, readable
 
 from .names import installed, is_trls, renamed, script_name
 from .older import OLDER

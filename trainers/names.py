@@ -15,8 +15,8 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from autofit.plugin.fields import accepts
 from autofit.recipe.keys import RENAMED
+from autofit.recipe.yaml_file import accepts
 
 # The script whose parser reads a trainer's recipes: TRL's own, or one of ours in the same form.
 

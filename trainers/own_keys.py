@@ -5,8 +5,8 @@ from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, ClassVar, get_type_hints
 
 from autofit.errors import ConfigError
-from autofit.plugin.fields import accepts, readable
 from autofit.plugin.protocol import Facts, Inspection
+from autofit.recipe.yaml_file import accepts, readable
 
 from .trl import TrlTrainer
 from .trl_config import TrlConfig

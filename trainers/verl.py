@@ -24,7 +24,7 @@ from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine, adapter_bytes
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
-from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.frontends import verl_recipe
 from autofit.frontends.verl_rules import SHARDED_HEAD
 from autofit.frontends.verl_settings import SGLANG, Settings
@@ -44,8 +44,8 @@ from autofit.plugin.protocol import (
     Report,
     Task,
 )
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch import Launch
 
 from .verl_engine import DTYPES, Engine, empty_cache
 from .verl_losses import policy_loss

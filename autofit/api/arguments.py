@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autofit.api.events import Event, OnEvent, silent
-from autofit.cluster.executor import Executor, executor_given
-from autofit.cluster.scheduler import check_commands
+from autofit.cluster.scheduler import Executor, check_commands, executor_given
 from autofit.errors import AutofitError, ConfigError, Interrupted, Option, nearest, option
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, UnknownGpuError, gpu_spec
 from autofit.files import cannot_write, check_is_own

@@ -21,7 +21,6 @@ from autofit.frontends.writing import own_words, wrong_with
 from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices
 from autofit.hardware.prices import prices as price_list
-from autofit.probing.result import ProbeResult
 from autofit.recipe.launch import Launch
 from autofit.recipe.launching import launch_options
 from autofit.recipe.profile import profile
@@ -298,16 +297,13 @@ def advise(
         for note in made.recipe.notes:
             tell(Event(label="note", text=note))
 
-        def probe(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
-            return replace(made, device=device, capacity_bytes=capacity_bytes, least_of_fits=False).probe(values)
-
         def cancel() -> None:
             tell(Event(text="stopping the simulations at work", interrupted=True))
             made.cancel()
 
         shop = Shop(
-            made.recipe, probe, listed, tell=lambda text: tell(Event(text=text)), cancel=cancel,
-            workers=parallel or min(len(numbers), os.cpu_count() or 1),
+            made.recipe, replace(made, least_of_fits=False).probe_on, listed, tell=lambda text: tell(Event(text=text)),
+            cancel=cancel, workers=parallel or min(len(numbers), os.cpu_count() or 1),
         )  # fmt: skip
         found = shop.offers(chosen, numbers)
     done = {(offer.card, offer.count) for offer in found}

@@ -14,9 +14,10 @@ from autofit.api.events import Event, OnAdvice, OnEvent, keeping
 from autofit.api.reading import Given
 from autofit.forecast.advice import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
-from autofit.forecast.estimate import Crash, crash_of
-from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes, used_words
-from autofit.probing.result import ProbeStatus
+from autofit.forecast.estimate import Crash, Estimator, crash_of
+from autofit.forecast.margin import care_lines, is_safe, is_tight, most_used_bytes, shown_bytes, used_words
+from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.recipe.as_of import Then
 from autofit.recipe.launching import launch_options
 from autofit.units import format_bytes, format_seconds
 
@@ -28,6 +29,15 @@ class Check(Predicted):
     """Whether a config runs on a card. `str` of it is the verdict in one line, and a line each of what mends it."""
 
     crash: Crash | None = None  # where it runs out of memory; None where it fits
+
+    @classmethod
+    def of(cls, made: Estimator, result: ProbeResult, then: Then | None = None) -> "Check":
+        """What the `result` of an estimator's recipe says."""
+        recipe, capacity = made.recipe, made.capacity_bytes
+        return cls(
+            recipe=recipe, device=made.device, capacity_bytes=capacity, result=result, then=then,
+            crash=None if is_safe(result, capacity) else crash_of(result, recipe, capacity),
+        )  # fmt: skip
 
     @property
     def mend(self) -> Change | None:
@@ -172,18 +182,14 @@ def check(
     )  # fmt: skip
     with estimator(asked, tell) as made:
         result = made.estimate()
-        safe = result.status is ProbeStatus.FIT and not is_tight(result, made.capacity_bytes)
-        found = Check(
-            recipe=made.recipe, device=made.device, capacity_bytes=made.capacity_bytes, result=result,
-            crash=None if safe else crash_of(result, made.recipe, made.capacity_bytes), then=asked.then(made.recipe),
-        )  # fmt: skip
+        found = Check.of(made, result, asked.then(made.recipe))
         if on_result is not None:
             on_result(found)
         if not found.fits:
             found = with_typical(found, asked, made, tell)
             if on_typical is not None:
                 on_typical(found)
-        if advice_s and not safe and not found.interrupted:
+        if advice_s and found.verdict != "fits" and not found.interrupted:
             look = partial(made.mends, result, tell=lambda text: tell(Event(text=text)), wanted=1)
             found = with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
         return replace(found, notes=tuple(notes))

@@ -20,6 +20,7 @@ from autofit.api.reading import (
     fork_server,
     read_recipe,
     source_of,
+    suited,
 )
 from autofit.api.tables import Shown
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
@@ -29,8 +30,8 @@ from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, 
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
-from autofit.frontends.writing import changed, on_card
-from autofit.hardware.hardware import Device, about_choice, card_needs, choose_device_and_target, has_bfloat16
+from autofit.frontends.writing import changed
+from autofit.hardware.hardware import Device, about_choice, choose_device_and_target
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.prepare import sample_lengths, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
@@ -231,22 +232,17 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         asked_bytes = size("target-vram", asked.target_vram)
         choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
         deadline_s = seconds("deadline", asked.deadline) or 0
-        own = changed(source_of(asked.recipe, launch=asked.launch), asked.changes)
-        needs = card_needs({**own.source.values, **own.changes})
-        device, capacity = choose_device_and_target("sim", asked.gpu, asked_bytes, needs)
-        own = on_card(own, bfloat16=has_bfloat16(device))
-        source, changes = own.source, own.changes
-        needs = card_needs({**source.values, **changes})
-        needs.check_kernels(device)
+        own, device, capacity, needs = suited(
+            changed(source_of(asked.recipe, launch=asked.launch), asked.changes),
+            partial(choose_device_and_target, "sim", asked.gpu, asked_bytes),
+        )
         check_prompt_tokens(asked.prompt_tokens, device)
         server = server or fork_server(folder)
         try:
-            with own.in_its_words():
-                stated = read_recipe(
-                    source, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
-                    changes=changes, prompt_tokens=asked.prompt_tokens, launch=asked.launch,
-                    say=lambda text: tell(Event(text=text)),
-                )  # fmt: skip
+            stated = read_recipe(
+                own, trainer=asked.trainer, device=device, scratch=folder / "inspection", server=server,
+                prompt_tokens=asked.prompt_tokens, launch=asked.launch, say=lambda text: tell(Event(text=text)),
+            )  # fmt: skip
             stated.check()
             if asked.as_of is not None or asked.libraries is not None:
                 stated = without_proposal(stated)

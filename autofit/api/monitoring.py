@@ -16,7 +16,7 @@ from autofit.api.tables import Shown
 from autofit.errors import AutofitError, ConfigError, option
 from autofit.folding import Folding
 from autofit.hardware.health import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
-from autofit.probing.at_work import AtWork, pid_of_job, probes_at_work
+from autofit.probing.launch import AtWork, pid_of_job, probes_at_work
 from autofit.space.traits import describe_changes
 from autofit.units import format_bytes, format_seconds
 from autofit.watching.contract import Row

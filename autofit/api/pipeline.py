@@ -18,7 +18,7 @@ from autofit.api.reading import drop, fork_server
 from autofit.api.searching import search
 from autofit.api.searching import search as search_for_the_fastest
 from autofit.api.tables import Shown
-from autofit.cluster.executor import Executor
+from autofit.cluster.scheduler import Executor
 from autofit.errors import ConfigError, Option, option
 from autofit.folding import Folding
 from autofit.hardware.hardware import training_device

@@ -11,21 +11,19 @@ from typing import Literal
 
 from autofit.api.arguments import one_of, seconds, share, size
 from autofit.api.events import Event, OnEvent, silent
-from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of
-from autofit.cluster.executor import LOCAL, Executor
+from autofit.api.reading import Given, check_cards, check_prompt_tokens, describe_device, read_recipe, source_of, suited
 from autofit.cluster.nodes import NodeCards, asks_for_cards, cards_of_nodes, check_count, named_cards
+from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, at_least_one, option
 from autofit.files import claim
-from autofit.frontends.writing import changed, in_16_bits, on_card
+from autofit.frontends.writing import changed, in_16_bits
 from autofit.hardware.hardware import (
     NO_NEEDS,
     CardNeeds,
     about_choice,
-    card_needs,
     choose_device_and_target,
     choose_target,
     gpus,
-    has_bfloat16,
 )
 from autofit.hardware.health import compiling_faults
 from autofit.probing.fork_server import ForkServer
@@ -115,24 +113,20 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     _headroom(asked.headroom, device, target)
     if device == "cuda" and node is None:
         _check_cards(asked, server, on_event)
-    own = changed(source_of(asked.recipe, asked.name, asked.launch), asked.changes)
-    device, target = _device_and_target(asked, node, card_needs({**own.source.values, **own.changes}))
-    own = on_card(own, bfloat16=node is not None or has_bfloat16(device))
-    source, changes = own.source, own.changes
-    needs = card_needs({**source.values, **changes})
-    if device.startswith("sim:"):
-        needs.check_kernels(device)
+    own, device, target, needs = suited(
+        changed(source_of(asked.recipe, asked.name, asked.launch), asked.changes),
+        partial(_device_and_target, asked, node), bfloat16=node is not None,
+    )  # fmt: skip
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
         read_space(asked.space, trainer=None)  # a wrong one is said at once
-    one = f"{source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
+    one = f"{own.source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     claim(scratch)
-    with own.in_its_words():
-        recipe = read_recipe(
-            source, trainer=asked.trainer, device=device, scratch=scratch, server=server, changes=changes,
-            prompt_tokens=asked.prompt_tokens, launch=asked.launch, say=lambda text: on_event(Event(text=text)),
-        )  # fmt: skip
+    recipe = read_recipe(
+        own, trainer=asked.trainer, device=device, scratch=scratch, server=server, prompt_tokens=asked.prompt_tokens,
+        launch=asked.launch, say=lambda text: on_event(Event(text=text)),
+    )  # fmt: skip
     if node is None:
         check_cards(recipe, device)
     else:

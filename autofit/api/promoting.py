@@ -11,8 +11,7 @@ from autofit.api.arguments import FOLDER, executor_asked, named_as_arguments, on
 from autofit.api.events import Event, OnEvent, silent
 from autofit.api.promoted import PromotedRun, promoted_run
 from autofit.api.tables import Shown
-from autofit.cluster.executor import Executor
-from autofit.cluster.scheduler import cluster_of
+from autofit.cluster.scheduler import Executor, cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.probing.launch import is_alive
@@ -37,6 +36,7 @@ from autofit.tuning.locks import exclusive
 from autofit.tuning.record import record_of
 from autofit.tuning.storage import use_storage
 from autofit.tuning.study import database_errors, load_study, trials_of
+from autofit.units import format_metric
 from autofit.watching.events import Kind, read_progress
 from autofit.watching.thresholds import StatedGuards, read_guards
 
@@ -128,12 +128,12 @@ class PromotionResult(Shown):
             how_to = [f"run it with: {self.command}"] if self.status == "written" and self.command else []
             return [f"trial {self.trial} of {self.study}: the run {how}; its YAML is {self.yaml_path}", *how_to]
         final = self.final
-        shown: list[Table | str] = [f"{final['steps']} steps done, final loss {figure_text(final['final_loss'])}"]
+        shown: list[Table | str] = [f"{final['steps']} steps done, final loss {format_metric(final['final_loss'])}"]
         if final["first_reward"] is not None:
             window = final["reward_window_steps"]
             shown.append(
-                f"mean reward {figure_text(final['first_reward'])} over the first {window} step(s), "
-                f"{figure_text(final['last_reward'])} over the last {window}"
+                f"mean reward {format_metric(final['first_reward'])} over the first {window} step(s), "
+                f"{format_metric(final['last_reward'])} over the last {window}"
             )
         return [*(self.run.parts() if self.run is not None else ()), *shown, f"the model is in {self.model_path}"]
 
@@ -291,11 +291,6 @@ def _result(
         command=command, final=final, steps=() if status == "written" else tuple(read_progress(promotion.folder)),
         run=None if status == "written" else promoted_run(promotion.folder),
     )  # fmt: skip
-
-
-def figure_text(value: object) -> str:
-    """A metric with four digits; "-" for none."""
-    return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
 def _saying(on_event: OnEvent | None) -> Callable[[str], None]:

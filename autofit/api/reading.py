@@ -1,7 +1,7 @@
 """From the arguments of a command to its recipe, device and fork server. Imports nothing that only a search needs."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,7 +11,8 @@ from autofit.errors import AutofitError, ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import release
 from autofit.frontends import writing
-from autofit.hardware.hardware import gpus, slices_fault
+from autofit.frontends.writing import Changed, on_card
+from autofit.hardware.hardware import CardNeeds, Device, card_needs, gpus, has_bfloat16, slices_fault
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.plugin.registry import trainer_for
 from autofit.probing.fork_server import ForkServer, server_for
@@ -42,30 +43,46 @@ def source_of(given: Given | None, name: str | None = None, launch: LaunchOption
     return writing.source_of(cast("Stated | None", stated), name=name, ranks=launch.num_processes)
 
 
+def suited(
+    own: Changed, choose: Callable[[CardNeeds], tuple[Device, int]], *, bfloat16: bool = False
+) -> tuple[Changed, Device, int, CardNeeds]:
+    """(`own` as it is on its card, the device and the bytes that `choose` gives for its needs, and these needs).
+
+    With `bfloat16` it is known that the card computes so. Raises ConfigError for a card that cannot train it.
+    """
+    device, nbytes = choose(card_needs({**own.source.values, **own.changes}))
+    own = on_card(own, bfloat16=bfloat16 or has_bfloat16(device))
+    needs = card_needs({**own.source.values, **own.changes})
+    if device.startswith("sim:"):
+        needs.check_kernels(device)
+    return own, device, nbytes, needs
+
+
 def read_recipe(
-    source: Source, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
-    changes: Mapping[str, object] | None = None, prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
-    trains: bool = True, say: Callable[[str], None] = lambda _: None,
+    own: Changed, *, trainer: str | None, device: str, scratch: Path, server: ForkServer,
+    prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS, trains: bool = True,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Recipe:  # fmt: skip
-    """The recipe with `changes` over it; its worst case is in `scratch`, which is dropped on an error.
+    """The recipe with its changes; its worst case is in `scratch`, which is dropped on an error.
 
     A large dataset or model takes a while, of which `say` is called with a word every 20 s.
     Raises ConfigError for what TRL would not take.
     """
+    source, changes = own.source, own.changes
     tokens = source.prompt_tokens if prompt_tokens is None else prompt_tokens
     if tokens is not None and tokens > MOST_PROMPT_TOKENS:
         raise ConfigError(
             f"{source.what}: its longest sample must have at most {MOST_PROMPT_TOKENS:,} tokens; got {tokens:,}"
         )
     source = writing.as_long(source, tokens)
-    given, asked = {**source.values, **(changes or {})}, trainer or source.trainer
+    given, asked = {**source.values, **changes}, trainer or source.trainer
     named = trainer_for(given, asked)
     if asked is None and told_by_columns(given):
         note = f"the trainer is {named}, by the columns of {given['dataset_name']}"
         source = replace(source, notes=(*source.notes, note))
     scratch.mkdir(parents=True, exist_ok=True)
     try:
-        with still_at(f"reading {source.what} with its dataset and model", say):
+        with own.in_its_words(), still_at(f"reading {source.what} with its dataset and model", say):
             return _in_own_keys(prepare(
                 source, trainer=named, device=device, folder=scratch, server=server, launch=launch,
                 changes=changes, prompt_tokens=tokens, trains=trains,

@@ -21,7 +21,7 @@ from autofit.api.planning import DeviceKind, Planned, Request, make_plan
 from autofit.api.reading import Given, drop, fork_server
 from autofit.api.results import SearchResult, read_result
 from autofit.api.tables import trial_line
-from autofit.cluster.executor import Executor
+from autofit.cluster.scheduler import Executor
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.advice import Ending, within

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autofit.cluster.executor import FILE, SLURM, Executor, read_executor
-from autofit.cluster.scheduler import Cluster, cluster_of, own_node
+from autofit.cluster.scheduler import FILE, SLURM, Cluster, Executor, cluster_of, own_node, read_executor
 from autofit.cluster.slurm import partition_limits_s
 from autofit.errors import ConfigError, EnvironmentFault, one_line, option
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec

@@ -1,20 +1,231 @@
-"""A cluster's scheduler as a protocol: Slurm is `autofit/cluster/slurm.py`, another is one file of the same functions.
+"""Where jobs run, and what is asked of a cluster, in Slurm's own words; and its scheduler as a protocol.
 
-`executor: slurm` names the first, `executor: my_scheduler:CLUSTER` an object, or a module, of your own.
+Slurm is `autofit/cluster/slurm.py`, another is one file of the same functions: `executor: slurm` names the first,
+`executor: my_scheduler:CLUSTER` an object, or a module, of your own.
 """
 
 import importlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from autofit.cluster.executor import SLURM, Executor, Kind
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, nearest, option, printable, quoted
+from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.units import parse_seconds
+
+Kind = str  # one of KINDS, or module:object of another scheduler
+SLURM = "slurm"
+KINDS: tuple[Kind, ...] = ("local", SLURM, "debug")
+_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+FILE = "executor.yaml"  # beside the project: what the options leave out
+_TEXTS = ("partition", "account", "qos", "constraint", "mem", "gpus_per_node")
+_COUNTS = ("nodes", "cpus_per_task", "probes_per_job")
+# Options of sbatch that autofit sets itself: a job with others is not found again, or not restarted.
+_OURS = frozenset(
+    ["array", "error", "input", "job-name", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "signal",
+     "test-only", "wait", "wrap"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """Where jobs run. All but `kind` and `probes_per_job` are sbatch's options of the same name; None: its default."""
+
+    kind: Kind = "local"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None  # of a node: "64G"
+    gpus_per_node: str | None = None  # a count, or "a100:2"
+    cpus_per_task: int | None = None
+    nodes: int | None = None  # of a full run
+    time: str | None = None  # longest time of a job: Slurm's "2-00:00:00", or "4h"
+    setup: tuple[str, ...] = ()  # lines of shell in front of every job: modules, the environment, a container
+    slurm: Mapping[str, object] = field(default_factory=dict)  # any other option of sbatch; True: one without a value
+    probes_per_job: int = 1  # one after the other in one allocation
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether jobs go to a scheduler, and not to this machine."""
+        return self.kind not in ("local", "debug")
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether Slurm may put its jobs back into the queue."""
+        return "no-requeue" not in self.slurm
+
+    @property
+    def time_s(self) -> float | None:
+        """The longest time of a job in seconds."""
+        return None if self.time is None else time_s(self.time)
+
+
+LOCAL = Executor()
+_LONGEST_TIME = 40  # characters: no time limit needs as many
+
+
+def time_s(text: str) -> float:
+    """Seconds of a time limit: "4h", or as Slurm writes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds.
+
+    Raises ConfigError.
+    """
+    days, dash, rest = text.strip().rpartition("-")
+    try:
+        parts = [int(part) for part in rest.split(":")]
+        if min(parts) < 0 or len(parts) > 3 or (dash and int(days) < 0) or len(text) > _LONGEST_TIME:
+            raise ValueError(text)
+    except ValueError:
+        return parse_seconds(text)
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: (0, parts[0], 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    found = 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+    if not found:
+        raise ConfigError(f"a time limit must be longer than 0; got {text!r}")
+    return found
+
+
+def read_executor(kind: str | None, options: Mapping[str, object], folder: Path) -> Executor:
+    """The executor that is asked for: `options` that are not None, over executor.yaml in `folder` where there is one.
+
+    Options of Slurm ask for Slurm, where neither `kind` nor the file names another executor. Raises ConfigError for an
+    unknown key, a value of the wrong kind, or an option of Slurm beside another executor.
+    """
+    path = folder / FILE
+    of_file, found = {}, LOCAL
+    if os.path.lexists(path):
+        of_file = _as_fields(read_yaml_mapping(path, what="executor file"))
+        try:
+            if not isinstance(time := of_file.get("time", ""), str):  # YAML reads 4:00:00 as a number of base 60
+                raise ConfigError(f'time must be text, such as 4h or, in quotes, "4:00:00"; got {quoted(time)}')
+            found = executor_of(of_file)
+        except ConfigError as error:
+            raise ConfigError(f"the executor file {printable(str(path), 120)}: {error}") from error
+    given = {key: value for key, value in _as_fields(options).items() if value is not None}
+    named = kind or given.pop("kind", None) or of_file.get("kind") or ("slurm" if {**of_file, **given} else "local")
+    asked = executor_of({**given, "kind": named})
+    if given and not asked.is_cluster:
+        flag = "--" + next(iter(given)).replace("_", "-")
+        said = f"{option('executor')} is" if kind else f"{printable(str(path), 120)} has executor:"
+        raise ConfigError(
+            f"{flag} is an option of Slurm, and {said} {asked.kind}; leave {flag} out, or give "
+            f"{option('executor', 'slurm')}"
+        )
+    if not asked.is_cluster:
+        return asked
+    both = {key: getattr(asked if key in given else found, key) for key in {**of_file, **given}}
+    return executor_of({**both, "kind": named, "slurm": {**found.slurm, **asked.slurm}})
+
+
+def executor_given(given: str | Mapping[str, object] | Executor | None, folder: Path) -> Executor:
+    """The executor of an argument: a name, a mapping as executor.yaml has it, or an `Executor`, which is complete.
+
+    A name or a mapping is laid over executor.yaml in `folder`. Raises ConfigError.
+    """
+    if isinstance(given, Executor):
+        return executor_of({f.name: value for f in fields(given) if (value := getattr(given, f.name)) is not None})
+    if given is None or isinstance(given, str):
+        return read_executor(given, {}, folder)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"executor must be a name, a mapping or an Executor; got {quoted(given)}")
+    options = _as_fields(given)
+    kind = options.pop("kind", None)
+    return read_executor(None if kind is None else _kind(kind), options, folder)
+
+
+def executor_of(given: Mapping[str, object]) -> Executor:
+    """The executor with these values, checked. Raises ConfigError."""
+    known = [f.name for f in fields(Executor)]
+    for key in given:
+        if key not in known:
+            names = ["executor" if name == "kind" else name for name in known]
+            raise ConfigError(f"{quoted(key)} is no key of an executor{nearest(key, names)}; one of {', '.join(names)}")
+    return Executor(**cast(dict[str, Any], {key: _checked(key, value) for key, value in given.items()}))
+
+
+def _as_fields(given: Mapping[str, object]) -> dict[str, object]:
+    """`given` with the names of our fields: sbatch writes a dash where they have a line, and `kind` is its executor."""
+    found: dict[str, object] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        name = "kind" if name == "executor" else name
+        if name in found:
+            raise ConfigError(f"{quoted(key)} is given twice, with a dash and with a line; leave one out")
+        found[name] = value
+    return found
+
+
+def _checked(key: str, value: object) -> object:
+    """The value of `key` in its own type. Raises ConfigError."""
+    if key == "kind":
+        return _kind(value)
+    if key in (*_TEXTS, "time"):
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or not _is_one_line(str(value)):
+            raise ConfigError(f"{key} must be one line of text; got {quoted(value)}")
+        if key == "time":
+            time_s(str(value))
+        return str(value)
+    if key in _COUNTS:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
+            raise ConfigError(f"{key} must be a whole number from 1 to 1,000,000; got {quoted(value)}")
+    elif key == "setup":
+        return _checked_setup(value)
+    elif key == "slurm":
+        return _checked_rest(value)
+    return value
+
+
+def _kind(value: object) -> Kind:
+    if isinstance(value, str) and (value in KINDS or _OWN.fullmatch(value)):
+        return value
+    hint = nearest(value, KINDS) if isinstance(value, str) else ""
+    raise ConfigError(f"executor must be one of {', '.join(KINDS)}; got {quoted(value)}{hint}")
+
+
+def _checked_setup(value: object) -> tuple[str, ...]:
+    lines = value.splitlines() if isinstance(value, str) else value
+    if not isinstance(lines, (list, tuple)):
+        raise ConfigError(f"setup must be lines of shell; got {quoted(value)}")
+    for line in lines:
+        if not isinstance(line, str) or not line.replace("\t", " ").isprintable():
+            raise ConfigError(f"setup must be lines of shell; got {quoted(line)}")
+    return tuple(lines)
+
+
+def _checked_rest(value: object) -> dict[str, object]:
+    """Other options of sbatch, in its spelling; one that is false is left out."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"slurm must be a mapping of sbatch's options; got {quoted(value)}")
+    found = {}
+    for given, one in value.items():
+        name = str(given).replace("_", "-")
+        right = isinstance(one, (str, int, float)) and _is_one_line(str(one))
+        if not right or not isinstance(given, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ConfigError(f"slurm: an option of sbatch has a long name and one value; got {quoted({given: one})}")
+        if name.replace("-", "_") in (*_TEXTS, *_COUNTS, "time"):
+            raise ConfigError(f"slurm: {name} is an option of its own; give --{name}, or {name} beside slurm")
+        if name in _OURS:
+            raise ConfigError(f"slurm: autofit sets {name} itself, to find and restart its jobs; leave it out")
+        if name == "requeue":  # which jobs have unless it is forbidden
+            name, one = ("requeue", True) if one is not False else ("no-requeue", True)
+        if one is not False:
+            found[name] = one
+    return found
+
+
+def _is_one_line(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable()
+
+
+# -- the scheduler of a cluster as a protocol -------------------------------------------------------------------------
 
 IN = "AUTOFIT_CLUSTER"  # the kind of the executor, in the environment of a job; without it: Slurm
 _ALIVE = frozenset((

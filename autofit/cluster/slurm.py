@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autofit.cluster.executor import Executor, time_s
-from autofit.cluster.scheduler import JobState, OwnJob
+from autofit.cluster.scheduler import Executor, JobState, OwnJob, time_s
 from autofit.errors import EnvironmentFault, one_line, option
 from autofit.files import cannot_write, private_folder
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autofit.api import Check, Estimate
     from autofit.api.events import Event
     from autofit.api.tables import Shown
-    from autofit.cluster.executor import Executor
+    from autofit.cluster.scheduler import Executor
     from autofit.plugin.registry import Looked
 
 
@@ -198,8 +198,7 @@ def executor_option(options: argparse.Namespace) -> "Executor":
 
     Raises EnvironmentFault where that is Slurm, and its commands are not here.
     """
-    from autofit.cluster.executor import read_executor
-    from autofit.cluster.scheduler import check_commands
+    from autofit.cluster.scheduler import check_commands, read_executor
 
     names = (
         "partition", "account", "qos", "constraint", "mem", "gpus_per_node", "cpus_per_task", "nodes", "time", "setup",

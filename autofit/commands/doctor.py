@@ -144,12 +144,10 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
         try:
             check_prompt_tokens(options.prompt_tokens, device)
             cards_work = device != "cuda" or _cards_work(look_at_cards(), server, folder, told)
-            with own.in_its_words():
-                recipe = read_recipe(
-                    own.source, trainer=options.trainer, device=device, server=server,
-                    scratch=folder / "inspection", launch=launch, changes=own.changes,
-                    prompt_tokens=options.prompt_tokens, trains=False, say=say,
-                )  # fmt: skip
+            recipe = read_recipe(
+                own, trainer=options.trainer, device=device, server=server, scratch=folder / "inspection",
+                launch=launch, prompt_tokens=options.prompt_tokens, trains=False, say=say,
+            )  # fmt: skip
         finally:
             server.close()
     beside = executor_findings(options.recipe.resolve().parent, cards=recipe.launch.cards)

@@ -25,6 +25,7 @@ from autofit.recipe.pipeline import read_pipeline, record_path
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.glance import check_names
 from autofit.tuning.storage import database_of
+from autofit.units import format_metric
 from autofit.watching.thresholds import read_guards
 
 if TYPE_CHECKING:
@@ -243,12 +244,8 @@ def step_line(line: Mapping[str, object]) -> str:
         "rewards/accuracies": "pair accuracy", "accuracy": "pair accuracy", "completions_per_s": "completions/s",
         "samples_per_s": "samples/s",
     }  # fmt: skip
-    parts = [f"{name} {_number(line[key])}" for key, name in shown.items() if key in line]
+    parts = [f"{name} {format_metric(line[key])}" for key, name in shown.items() if key in line]
     return f"step {line['step']}/{line['max_steps']}: {', '.join(parts + progress_words(line))}"
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "-"
 
 
 def _look_at_stages(options: argparse.Namespace) -> None:

@@ -17,8 +17,8 @@ from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
 from autofit.fakegpu.kernels import blas_workspace_bytes
 from autofit.fakegpu.memory import HostMemory, SimulatedMemory
-from autofit.fakegpu.ranks import nccl_bytes, nccl_note
-from autofit.fakegpu.rates.products import stand_in
+from autofit.fakegpu.rates.collectives import nccl_bytes, nccl_note
+from autofit.fakegpu.rates.kernels import stand_in
 from autofit.fakegpu.replay import least_capacity
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, NETWORK_GBIT, GpuSpec, HostCosts
 from autofit.fakegpu.timeline import PeakReport, Timeline, build_peak_report, build_timeline, category_numbers

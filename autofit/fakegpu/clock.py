@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._ops import OpOverload
 
-from autofit.fakegpu.communication import Call
 from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.kernels import Times, flops, kernel_of, traffic
+from autofit.fakegpu.kernels import Call, Times, flops, kernel_of, traffic
 from autofit.fakegpu.rates.collectives import COLLECTIVES, HOST, CollectiveSeconds
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family, matrices
 from autofit.fakegpu.specs import GpuSpec, HostCosts, Launch

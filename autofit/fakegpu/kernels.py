@@ -2,7 +2,8 @@
 
 FLOPs that torch's counter does not know, passes over an argument, and the pattern of reads and writes. A kernel without
 an entry has the FLOPs of torch's counter, reads each argument once and writes its output once. Operations that are
-several kernels on a card are not here: `Tracer.in_parts` runs their parts.
+several kernels on a card are not here: `Tracer.in_parts` runs their parts. Collectives are at the end: what they move,
+between how many cards, and who waits.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.flop_counter import flop_registry
 
+from autofit.fakegpu.rates.collectives import Collective
 from autofit.fakegpu.rates.kernels import Pattern, family, sizes
-from autofit.fakegpu.scratch import Rounded, is_dense
+from autofit.fakegpu.scratch import Rounded, is_dense, named
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -272,36 +274,31 @@ def _layout(tensor: torch.Tensor) -> list[int]:
 
 
 # ---------------------------------------------------------------------- the table
-def _named(names: str, kernel: Kernel) -> dict[str, Kernel]:
-    """The same entry for several operators of torch."""
-    return {f"aten::{name}": kernel for name in names.split()}
-
-
 _PLAIN = Kernel()
 KERNELS: dict[str, Kernel] = {
-    **_named("embedding index gather index_select", Kernel(pattern="gather")),  # the rows they return, not the whole
-    **_named(
+    **named("embedding index gather index_select", Kernel(pattern="gather")),  # the rows they return, not the whole
+    **named(
         "index_put index_put_ _index_put_impl_ index_add index_add_ scatter_add scatter_add_ scatter scatter_",
         Kernel(pattern="scatter"),
     ),
-    **_named("fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_", Kernel(fills=True)),
-    **_named("_to_copy clone", Kernel(copies=True)),
+    **named("fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_", Kernel(fills=True)),
+    **named("_to_copy clone", Kernel(copies=True)),
     "aten::copy_": Kernel(copies=True, fills=True),
     "aten::cat": Kernel(pattern="cat"),
     "aten::embedding_dense_backward": Kernel(pattern="scatter"),
     # SoftMax.cu, PersistentSoftmax.cuh: the forward reads a row for its maximum, its sum and its result. The backward
     # reads the gradient, that of softmax also the output, for a sum first. Short rows are still in the cache.
-    **_named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True)),
+    **named("_softmax _log_softmax", Kernel(reads=(3,), by_rows=True)),
     "aten::_softmax_backward_data": Kernel(reads=(2, 2), by_rows=True),
     "aten::_log_softmax_backward_data": Kernel(reads=(2, 1), by_rows=True),
     # layer_norm_kernel.cu: the forward reads its input for the statistics and for the result, the backward its input
     # and the gradient twice, and a third time for the gradients of weight and bias.
-    **_named("native_layer_norm _fused_rms_norm", Kernel(reads=(2,))),
-    **_named("native_layer_norm_backward _fused_rms_norm_backward", Kernel(reads=(3, 3))),
+    **named("native_layer_norm _fused_rms_norm", Kernel(reads=(2,))),
+    **named("native_layer_norm_backward _fused_rms_norm_backward", Kernel(reads=(3, 3))),
     # NLLLoss2d and Loss.cu: the loss reads one element a target; its gradient is filled with zeros first.
     "aten::nll_loss_forward": Kernel(reads=(0, 1), pattern="one_block"),
     "aten::nll_loss_backward": Kernel(reads=(0, 0, 1)),
-    **_named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
+    **named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
     "aten::_grouped_mm": Kernel(flops=_grouped_mm),
     "transformers::grouped_mm_fallback": Kernel(flops=_grouped_mm),  # a loop of products on cards before Ampere
     "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
@@ -317,3 +314,90 @@ KERNELS: dict[str, Kernel] = {
         flops=lambda args: _product(args[0], cast("torch.Tensor", args[1]).shape[0]), int8=True
     ),
 }
+
+
+# -- collectives as torch.distributed's operators name them -----------------------------------------------------------
+
+NAMESPACES = {"c10d", "_c10d_functional"}
+# Operator: (kind, the argument that is the whole message; -1 is the output). A reduction to one card and a message to
+# one card move as many bytes through the slowest link as a broadcast; gather and scatter as an all-gather.
+_OPERATIONS: dict[str, tuple[Collective, int]] = {
+    "c10d::allreduce_": ("all_reduce", 0), "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::reduce_": ("broadcast", 0), "c10d::broadcast_": ("broadcast", 0),
+    "c10d::send": ("broadcast", 0), "c10d::recv_": ("broadcast", 0),
+    "c10d::allgather_": ("all_gather", 0), "c10d::allgather_coalesced_": ("all_gather", 0),
+    "c10d::_allgather_base_": ("all_gather", 0), "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::gather_": ("all_gather", 0), "c10d::scatter_": ("all_gather", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1), "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::alltoall_base_": ("alltoall", 1), "c10d::alltoall_": ("alltoall", 1),
+    "c10d::barrier": ("all_reduce", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0), "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", -1),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", -1),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("alltoall", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0), "_c10d_functional::broadcast_": ("broadcast", 0),
+}  # fmt: skip
+_TO_ONE = {"c10d::send", "c10d::recv_"}
+
+
+class Call(NamedTuple):
+    """One collective; with `waits`, the stream that it is called on goes on after its end."""
+
+    kind: Collective
+    tensors: list[torch.Tensor]
+    ranks: int
+    group: str
+    waits: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole message."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+def collective(func: OpOverload, args: Sequence[object], out: object) -> Call | None:
+    """The collective that an operator is; None for others, such as the wait for one."""
+    name = func._schema.name
+    if name not in _OPERATIONS:
+        return None
+    kind, place = _OPERATIONS[name]
+    group = _group(func, args)
+    ranks = min(group.size(), 2) if name in _TO_ONE else group.size()
+    waits = func.namespace == "c10d" and not _is_asynchronous(func, args)
+    return Call(kind, list(tensors(out if place < 0 else args[place])), ranks, group.group_name, waits)
+
+
+def moved_by(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object
+) -> tuple[Sequence[object], object]:
+    """What a copy of FSDP2 into or out of a flat buffer reads and writes, as (inputs, output).
+
+    The copy before an all-gather writes only this rank's part of the buffer, its first output.
+    """
+    if func._schema.name == "fsdp::all_gather_copy_in":
+        return args[:1], cast("tuple[object, ...]", out)[0]
+    return args, kwargs.get("out")
+
+
+def _group(func: OpOverload, args: Sequence[object]) -> torch.distributed.ProcessGroup:
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    if func.namespace == "c10d":
+        boxed = next(value for value in args if isinstance(value, torch.ScriptObject))
+        return torch.distributed.ProcessGroup.unbox(boxed)
+    named = args[[argument.name for argument in func._schema.arguments].index("group_name")]
+    return _resolve_process_group(cast("Any", named)) if isinstance(named, str) else cast("Any", named)
+
+
+def _is_asynchronous(func: OpOverload, args: Sequence[object]) -> bool:
+    """The argument `async_op`, whose default is True."""
+    names = [argument.name for argument in func._schema.arguments]
+    at = names.index("async_op") if "async_op" in names else len(args)
+    return bool(args[at]) if at < len(args) else True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil, prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -23,6 +23,8 @@ from autofit.fakegpu.reductions import (
     split_buffers,
 )
 from autofit.fakegpu.specs import GpuSpec
+
+T = TypeVar("T")
 
 
 class Rounded(NamedTuple):
@@ -626,25 +628,25 @@ def _convolution_backward(
 
 
 # ---------------------------------------------------------------------- the table
-def _named(names: str, scratch: Scratch) -> dict[str, Scratch]:
-    """The same entry for several operators of torch."""
-    return {f"aten::{name}": scratch for name in names.split()}
+def named(names: str, entry: T) -> dict[str, T]:
+    """The same entry of a table for several operators of torch."""
+    return {f"aten::{name}": entry for name in names.split()}
 
 
 _SUMS = ("default", "dim_IntList", "dim", "dim_int", "out")
 SCRATCH: dict[str, Scratch] = {
-    **_named("sum mean nansum prod", Scratch(_reduction(_accumulated, casts=True), _SUMS)),
-    **_named("amax amin", Scratch(_reduction(_itself))),
-    **_named("any all", Scratch(_reduction(lambda dtype: 1), ("default", "dim", "dims"))),
-    **_named("var std var_mean std_mean", Scratch(_reduction(_moments), ("correction",))),
+    **named("sum mean nansum prod", Scratch(_reduction(_accumulated, casts=True), _SUMS)),
+    **named("amax amin", Scratch(_reduction(_itself))),
+    **named("any all", Scratch(_reduction(lambda dtype: 1), ("default", "dim", "dims"))),
+    **named("var std var_mean std_mean", Scratch(_reduction(_moments), ("correction",))),
     "aten::aminmax": Scratch(_reduction(lambda dtype: 2 * dtype.itemsize)),
     "aten::linalg_vector_norm": Scratch(_reduction(_accumulated, dim_at=1)),
     "aten::norm": Scratch(_reduction(_accumulated, dim_at=1), ("Scalar", "ScalarOpt_dim")),
-    **_named("max min", Scratch(_largest, ("default", "dim"))),
-    **_named("argmax argmin", Scratch(_of_all_in_order(_with_place))),
+    **named("max min", Scratch(_largest, ("default", "dim"))),
+    **named("argmax argmin", Scratch(_of_all_in_order(_with_place))),
     "aten::_foreach_norm": Scratch(_each_norm, ("Scalar",)),
     "aten::_foreach_max": Scratch(_each_largest),
-    **_named("native_layer_norm_backward _fused_rms_norm_backward", Scratch(_norm_backward)),
+    **named("native_layer_norm_backward _fused_rms_norm_backward", Scratch(_norm_backward)),
     "aten::native_group_norm": Scratch(_group_norm),
     "aten::native_group_norm_backward": Scratch(_group_norm_backward),
     "aten::native_batch_norm_backward": Scratch(_batch_norm_backward),
@@ -656,15 +658,15 @@ SCRATCH: dict[str, Scratch] = {
     "aten::renorm": Scratch(_renorm),
     "aten::mv": Scratch(_product_with_vector),
     "aten::linalg_solve_triangular": Scratch(_triangular),
-    **_named("_softmax _log_softmax", Scratch(_softmax, on_cpu=True)),
+    **named("_softmax _log_softmax", Scratch(_softmax, on_cpu=True)),
     "aten::_softmax_backward_data": Scratch(_softmax_backward, ("default", "out")),
     "aten::sort": Scratch(_sort, ("default", "stable")),
     "aten::topk": Scratch(_topk),
-    **_named("cumsum cumprod logcumsumexp", Scratch(_cumulated)),
+    **named("cumsum cumprod logcumsumexp", Scratch(_cumulated)),
     "aten::embedding_dense_backward": Scratch(_embedding_backward),
     "aten::_embedding_bag_backward": Scratch(_embedding_bag_backward),
-    **_named("index_put index_put_ _index_put_impl_ _unsafe_index_put", Scratch(_index_put)),
-    **_named("masked_scatter masked_scatter_", Scratch(_masked_scatter)),
+    **named("index_put index_put_ _index_put_impl_ _unsafe_index_put", Scratch(_index_put)),
+    **named("masked_scatter masked_scatter_", Scratch(_masked_scatter)),
     "aten::isin": Scratch(_isin, ("Tensor_Tensor",)),
     "aten::multinomial": Scratch(_multinomial),
     "aten::pow": Scratch(_pow_of_number, ("Scalar",)),

@@ -21,7 +21,7 @@ from typing import TypeVar
 from autofit.errors import Cancelled, ConfigError, option
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
 from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
-from autofit.forecast.margin import is_tight
+from autofit.forecast.margin import is_safe
 from autofit.frontends.writing import in_16_bits
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import LOAD, UPDATE
@@ -417,9 +417,8 @@ def advice_json(advice: Advice) -> dict[str, object]:
 def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
     """A sentence where weights of float32 take a good part of a card that a recipe does not fit; [] without one."""
     count, nbytes = recipe.model_parameters, recipe.weights_bytes
-    fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
     if (
-        fits
+        is_safe(result, capacity_bytes)
         or "dtype" not in recipe.resolved
         or not count
         or not nbytes
@@ -462,9 +461,7 @@ def ending_words(advice: Advice) -> list[str]:
 def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
     """What to change, a line each, under a heading."""
     fits = result.status is ProbeStatus.FIT
-    lines = (
-        [] if fits and not is_tight(result, capacity_bytes) else list(_mends(advice, recipe, capacity_bytes, fits=fits))
-    )
+    lines = [] if is_safe(result, capacity_bytes) else list(_mends(advice, recipe, capacity_bytes, fits=fits))
     if advice.faster:
         lines.append("what would make it faster, predicted:")
         for change in advice.faster:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from autofit.errors import Cancelled
 from autofit.fakegpu.specs import GPU_SPECS, GpuSpec, gpu_spec
 from autofit.forecast.levers import CHECKPOINTING, MADE, MICRO, ROLLOUT, SHARE, SLEEP, Assignment, Bounds, Known, Levers
-from autofit.forecast.margin import is_tight, needed_bytes, roomy_bytes, shown_bytes
+from autofit.forecast.margin import is_safe, is_tight, needed_bytes, roomy_bytes, shown_bytes
 from autofit.frontends.writing import own_words
 from autofit.hardware.hardware import BFLOAT16_CAPABILITY, Device
 from autofit.plugin.protocol import ROLLOUT as ROLLOUT_PHASE
@@ -174,7 +174,7 @@ def other_card(
     if spec is None:
         return None
     found = probe_on(f"sim:{spec.name}", spec.capacity_bytes)
-    if found.status is not ProbeStatus.FIT or is_tight(found, spec.capacity_bytes):
+    if not is_safe(found, spec.capacity_bytes):
         return None
     return OtherCard(
         name=spec.name, capacity_bytes=spec.capacity_bytes, device_used_bytes=found.device_used_bytes or 0,
@@ -193,7 +193,7 @@ def _count(launch: Launch) -> str:
 def _likely(result: ProbeResult, capacity_bytes: int) -> GpuSpec | None:
     """The smallest card with room for as many bytes that computes in bfloat16, if the present one does."""
     own = gpu_spec(result.device.removeprefix("sim:"))
-    fits = result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
+    fits = is_safe(result, capacity_bytes)
     need = needed_bytes(result)
     cards = [
         spec for spec in GPU_SPECS.values()

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault
-from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import write_json
 from autofit.folding import Folding
 from autofit.forecast.advice import WANTED, Advice, Ending, advice_json, cheapest_changes, within
 from autofit.forecast.change import Tell, Trier, faster_changes, other_card
 from autofit.forecast.levers import Levers
-from autofit.forecast.margin import is_tight, most_used_bytes, shown_bytes, used_words
+from autofit.forecast.margin import is_safe, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import (
     BEFORE_UPDATE,
@@ -93,6 +93,10 @@ class Estimator:
             raise Cancelled("the simulation was cancelled before it answered")
         return result
 
+    def probe_on(self, device: Device, capacity_bytes: int, values: Mapping[str, object] | None = None) -> ProbeResult:
+        """The same on another simulated card; without `values`, of the recipe as it is."""
+        return replace(self, device=device, capacity_bytes=capacity_bytes).probe(values or self.recipe.values)
+
     def cancel(self) -> None:
         """End the probes at work, in other threads, and those to come: each raises Cancelled."""
         self.cancelled.set()  # first: a probe whose folder is not there yet sees this
@@ -108,10 +112,10 @@ class Estimator:
 
     def advice(self, result: ProbeResult, *, tell: Tell = lambda _: None) -> Advice:
         """What would make the recipe of `result` fit with room to spare, or where it does, faster; and another card."""
-        fits = result.status is ProbeStatus.FIT and not is_tight(result, self.capacity_bytes)
+        safe = is_safe(result, self.capacity_bytes)
         with ThreadPoolExecutor(1) as pool:
-            card = pool.submit(other_card, result, self.capacity_bytes, self._probe_on, self.recipe.launch)
-            found = self._faster(result, tell) if fits else self.mends(result, tell=tell)
+            card = pool.submit(other_card, result, self.capacity_bytes, self.probe_on, self.recipe.launch)
+            found = self._faster(result, tell) if safe else self.mends(result, tell=tell)
             with contextlib.suppress(Cancelled):
                 found = replace(found, card=card.result())
             return found
@@ -143,9 +147,6 @@ class Estimator:
             return Advice()
         faster, untried = faster_changes(levers, self.trier(tell), result, workers=PARALLEL)
         return Advice(faster=faster, untried=untried)
-
-    def _probe_on(self, device: Device, capacity_bytes: int) -> ProbeResult:
-        return replace(self, device=device, capacity_bytes=capacity_bytes).probe(self.recipe.values)
 
 
 def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | None = None) -> dict[str, object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from autofit.fakegpu.formula.formula import Floats
-from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
 from autofit.forecast.composed import Composer, Request, Source, Told, Workshop, pairs

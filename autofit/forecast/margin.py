@@ -41,6 +41,11 @@ def is_tight(result: ProbeResult, capacity_bytes: int) -> bool:
     return result.status is ProbeStatus.FIT and needed_bytes(result) > roomy_bytes(capacity_bytes, result.device)
 
 
+def is_safe(result: ProbeResult, capacity_bytes: int) -> bool:
+    """Whether the recipe fits with room to spare."""
+    return result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
+
+
 # The zone between "fits" and "does not fit": how far a prediction may be off, what decides, and what makes it safe.
 
 _ALLOCATOR, _GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"

@@ -21,8 +21,8 @@ from autofit.hardware.prices import Price
 from autofit.probing.prepare import on_machines
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.findings import clashes
-from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier, weight_bits
-from autofit.recipe.launch import LAUNCH, Launch, Sharding
+from autofit.recipe.keys import LAUNCH, QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier, weight_bits
+from autofit.recipe.launch import Launch, Sharding
 from autofit.recipe.recipe import Batch, Recipe, inner_value, merge, spread, with_launch
 from autofit.space.space import QUANTIZATION, Value
 from autofit.units import format_bytes, format_seconds

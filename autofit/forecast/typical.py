@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autofit.errors import EnvironmentFault
-from autofit.files import read_json, write_json
+from autofit.files import read_json, write_json, written_json
 from autofit.forecast.estimate import PARALLEL, Estimator
 from autofit.forecast.lengths import Counts, Drawn, Lengths, drawn, lies_in_a_row, sampling
 from autofit.hardware.prices import Price, prices
@@ -242,8 +242,7 @@ def shorter_case(worst_case: Path, folder: Path, tokens: int, rest: int | None) 
     for path in worst_case.parent.iterdir():
         if path.is_dir() and not (folder / path.name).exists():
             os.symlink(path.resolve(), folder / path.name)
-    facts = read_json(worst_case)
-    assert facts is not None
+    facts = written_json(worst_case)
     if isinstance(own := facts.get("lengths"), Mapping) and not own.get("generates"):
         facts = {**facts, "lengths": {**own, "longest": [tokens], "most": tokens, "least": 0, "rest": rest}}
     path = folder / worst_case.name

@@ -36,7 +36,7 @@ from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
-from autofit.files import Scratch, read_json, write_json
+from autofit.files import Scratch, write_json, written_json
 from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.predictions import LATER, Shape
 from autofit.hardware.calibration import host_costs
@@ -266,8 +266,7 @@ class _Marks(Report):
 
 def run(request_path: str) -> int:
     """Build the mass model requested at `request_path` and write the request's answer files. Always returns 0."""
-    request = read_json(Path(request_path))
-    assert request is not None
+    request = written_json(request_path)
     answer = Path(str(request["answer"]))
     request["values"] = opened(cast("dict[str, object]", request["values"]))
     gc.collect()

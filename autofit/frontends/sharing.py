@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
-from autofit.recipe.launch import DEEPSPEED_JSON
-from autofit.recipe.launch_keys import deepspeed_fields, fsdp_config, read_deepspeed_file
+from autofit.recipe.launch_keys import DEEPSPEED_JSON, deepspeed_fields, fsdp_config, read_deepspeed_file
 from autofit.recipe.yaml_file import is_open
 
 _FSDP1_ONLY = ("use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")

@@ -12,7 +12,8 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.frontends import verl_rules
 from autofit.frontends.verl import VerlConfig, batch_of
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch
 
 _A, _R, _M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))  # actor, rollout, model
 # {key of TRL: verl's} of those with one meaning in both

@@ -19,10 +19,10 @@ import torch
 
 from autofit.errors import ConfigError, nearest
 from autofit.files import write_json
-from autofit.plugin.fields import accepts, readable
 from autofit.plugin.protocol import Facts, Inspection, Report, SampleFacts, Task, WorstCase, own_checkpoints
 from autofit.recipe.keys import BatchKeys, Tier, divisors
 from autofit.recipe.secrets import into_environment
+from autofit.recipe.yaml_file import accepts, readable
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from autofit.files import read_json
+from autofit.files import written_json
 from autofit.recipe.keys import BatchKeys, Tier
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ class WorstCase:
     @property
     def facts(self) -> dict[str, Any]:
         """What `inspect` noted: JSON."""
-        found = read_json(self.path)
-        assert found is not None, self.path
-        return found
+        return written_json(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import yaml
 from torch.distributed.device_mesh import init_device_mesh
 
 from autofit.errors import ConfigError
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.fakegpu.specs import NETWORK_GBIT
 from autofit.files import Scratch
 from autofit.hardware.hardware import threads_of_each

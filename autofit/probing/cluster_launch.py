@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autofit.cluster.executor import Executor
-from autofit.cluster.scheduler import JobState, cluster_of
+from autofit.cluster.scheduler import Executor, JobState, cluster_of
 from autofit.errors import EnvironmentFault, one_line, printable
 from autofit.files import end_of, write_json
 from autofit.probing.job import answered, cancel, run_probe

@@ -45,7 +45,7 @@ _COLD = "cold"  # argument of a server that imports nothing
 LOG = "fork_server.log"
 _MOVES_WITHIN_S = 1.0
 _INSIDE = "AUTOFIT_INSIDE"  # in the environment of a process that imports the recipe's own code
-_IMPORTS_CODE = ("autofit.probing.inspection", "autofit.probing.worker", "autofit.forecast.worker")
+_IMPORTS_CODE = ("autofit.probing.prepare", "autofit.probing.worker", "autofit.forecast.worker")
 _STAYS = "stays="  # before the socket of a server that outlives its starter
 # What torchrun tells a rank: accelerate would wait for the others. Whoever starts ranks gives them their own.
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -31,6 +31,7 @@ from autofit.probing.supervise import (
     keep_rank_probes,
     keep_ranks,
     note_of,
+    start_child,
     trial_env,
 )
 from autofit.recipe.launch import Launch
@@ -209,11 +210,7 @@ def _start_cold(request: ProbeRequest, env: dict[str, str]) -> int:
     with request.log_path.open("ab") as log:
         has_terminal = request.terminal and request.rank in (None, 0)  # one process reads it
         into, out = (None, None) if has_terminal else (subprocess.DEVNULL, log)
-        process = subprocess.Popen(
-            command, cwd=request.cwd, env=trial_env(**env), stdin=into, stdout=out, stderr=out
-        )  # fmt: skip
-    process.returncode = 0  # the keeper waits for it, not this object
-    return process.pid
+        return start_child(command, cwd=request.cwd, env=trial_env(**env), stdin=into, stdout=out, stderr=out)
 
 
 def _too_few(request: ProbeRequest, cards: int) -> ProbeResult:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from autofit.cluster.executor import SLURM, Kind
 from autofit.cluster.nodes import is_card_broken, node_fault
-from autofit.cluster.scheduler import own_job, own_node
+from autofit.cluster.scheduler import SLURM, Kind, own_job, own_node
 from autofit.errors import AutofitError, one_line
 from autofit.files import cannot_write, end_of, read_json, write_json
 from autofit.hardware.hardware import slot_names

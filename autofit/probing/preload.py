@@ -13,7 +13,7 @@ from autofit.plugin import registry
 
 _MODULES = (
     "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
-    "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.inspection",
+    "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.prepare",
     "autofit.probing.simulated", "autofit.forecast.worker",
 )  # fmt: skip
 

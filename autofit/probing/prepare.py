@@ -1,9 +1,14 @@
-"""From a given recipe to a Recipe: its trainer interprets it, in a child of the fork server."""
+"""From a given recipe to a Recipe: its trainer interprets it once, before any probe, in a child of the fork server.
+
+A child, because trainers import torch and may import the user's code: `inspect` and `tell_lengths` run there.
+"""
 
 import contextlib
 import os
 import shutil
 import signal
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,19 +18,20 @@ import psutil
 
 from autofit.errors import ConfigError, EnvironmentFault, UnknownKeyError, nearest, one_line, option
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE
-from autofit.files import OWNER, is_full, last_line, read_json, write_json
+from autofit.files import OWNER, is_full, last_line, read_json, write_json, written_json
 from autofit.frontends.writing import in_own_names, own_words, wrong_with
 from autofit.hardware.hardware import gpus
-from autofit.plugin.protocol import Facts
-from autofit.plugin.registry import check_early, code_hash
+from autofit.plugin.protocol import Facts, Inspection, Trainer, WorstCase
+from autofit.plugin.registry import check_early, code_hash, load
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import ProcessEnding
-from autofit.recipe.launch import LAUNCH, Launch, check_installed, check_on_cpu
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, check_installed, check_on_cpu, split
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched, needs_server
 from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, TrainerName, merge, spread, with_launch
-from autofit.recipe.secrets import sealed, without_secrets
+from autofit.recipe.secrets import opened, sealed, without_secrets
 from autofit.recipe.yaml_file import Source, read_source
 
 _INSPECTION_S = 900.0  # tokenizing a large dataset takes minutes
@@ -70,7 +76,7 @@ def prepare(
     write_json(folder / "inspect.json", request)
     log = folder / "inspection.log"
     ending = server.call({
-        "entry": "autofit.probing.inspection:run", "argument": str(folder / "inspect.json"), "cwd": str(Path.cwd()),
+        "entry": "autofit.probing.prepare:inspect", "argument": str(folder / "inspect.json"), "cwd": str(Path.cwd()),
         "log": str(log), "env": _one_card(), "deadline_s": _INSPECTION_S,
     })  # fmt: skip
     answer = read_json(answer_path)
@@ -126,7 +132,7 @@ def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: in
                "answer": str(answer)}  # fmt: skip
     write_json(folder / "sample_lengths.json", request)
     server.call({
-        "entry": "autofit.probing.inspection:sample_lengths", "argument": str(folder / "sample_lengths.json"),
+        "entry": "autofit.probing.prepare:tell_lengths", "argument": str(folder / "sample_lengths.json"),
         "cwd": str(Path.cwd()), "log": str(folder / "lengths.log"), "env": _one_card(),
         "deadline_s": _LENGTHS_S,
     })  # fmt: skip
@@ -232,3 +238,76 @@ def keep_worst_case(source: Path, target: Path) -> None:
             shutil.rmtree(target / path.name)
         os.replace(path, target / path.name)
     os.replace(worst_case_path(source), worst_case_path(target))  # last: its presence marks the move as complete
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+def inspect(request_path: str) -> int:
+    """Inspect the recipe of the request at `request_path` and write the request's `answer` file. Always returns 0."""
+    request = written_json(request_path)
+    inspection = Inspection(
+        device=str(request["device"]), worst_case=WorstCase(path=Path(str(request["worst_case"]))),
+        prompt_tokens=cast(int | None, request.get("prompt_tokens")),
+        changed=tuple(cast(list[str], request["changed"])), ranks=cast(int, request.get("ranks", 1)),
+        cards=cast("int | None", request.get("cards")),
+    )  # fmt: skip
+    answer: dict[str, object]
+    try:
+        trainer = load(str(request["trainer"]))
+    except ConfigError as error:
+        answer = {"error": error.marked, "of_trainer": True}
+    except (SystemExit, KeyboardInterrupt) as error:
+        answer = {"error": f"the trainer {request['trainer']!r} ended the import {_exit_of(error)}", "of_trainer": True}
+    else:
+        answer = _facts_of(trainer, cast(dict[str, object], request["values"]), inspection)
+    write_json(Path(str(request["answer"])), answer)
+    return 0
+
+
+def tell_lengths(request_path: str) -> int:
+    """The lengths of some samples of the recipe's data, of a trainer that tells them; writes the `answer`. Returns 0.
+
+    `request` is that of an inspection that has ended: its data is at hand, so nothing is fetched.
+    """
+    request = written_json(request_path)
+    tells = getattr(load(str(request["trainer"])), "sample_lengths", None)
+    from autofit.plugin.models import go_offline  # imports torch
+
+    go_offline()
+    values = split(opened(cast(dict[str, object], request["values"])))[1]
+    found = None if tells is None else tells(values, Path(str(request["folder"])), most=cast(int, request["most"]))
+    write_json(Path(str(request["answer"])), {"found": found})
+    return 0
+
+
+def _exit_of(error: SystemExit | KeyboardInterrupt) -> str:
+    """How code of the user's ended its process, in words."""
+    if isinstance(error, KeyboardInterrupt):
+        return "by KeyboardInterrupt"
+    return f"by sys.exit({'' if error.code is None else repr(error.code)[:300]})"
+
+
+def _facts_of(trainer: Trainer, values: dict[str, object], inspection: Inspection) -> dict[str, object]:
+    """The facts of the recipe `values` as JSON, or the reason why there are none."""
+    try:
+        facts = trainer.inspect(opened(values), inspection)
+        return replace(facts, values=sealed(facts.values), resolved=sealed(facts.resolved)).to_json()
+    except ConfigError as error:
+        return {"error": error.marked, "of_key": isinstance(error, UnknownKeyError)}
+    except (SystemExit, KeyboardInterrupt) as error:
+        traceback.print_exc()
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if not _is_librarys(frame.filename)]
+        where = f" ({own[-1]})" if own else ""
+        return {"error": f"its trainer, or code that it names (rewards, tools), ended {_exit_of(error)}{where}"}
+    except Exception as error:  # of the trainer's own code, which may be anyone's
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return {"error": f"the trainer {trainer.name} failed on it: {text} ({Path(last.filename).name}:{last.lineno})"}
+
+
+def _is_librarys(file: str) -> bool:
+    """Whether a source file is Python's own or of an installed package."""
+    return "site-packages" in file or file.startswith(("<frozen", sysconfig.get_path("stdlib")))

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, cast
 
-from autofit.files import read_json
+from autofit.files import read_json, written_json
 from autofit.hardware.hardware import Device, slot_names
 from autofit.hardware.nvml import CardState
 from autofit.probing.host_memory import HostMemory
@@ -109,8 +109,7 @@ class ProbeRequest:
 
     @classmethod
     def read(cls, path: Path) -> "ProbeRequest":
-        content = read_json(path)
-        assert content is not None, path
+        content = written_json(path)
         return cls.from_json(content)
 
 

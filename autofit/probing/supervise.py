@@ -14,9 +14,12 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,6 +159,13 @@ def keep_ranks(
         )  # fmt: skip
 
     return RanksEnded(endings=tuple(ending(rank) for rank in range(ranks)), first=first)
+
+
+def start_child(command: Sequence[str], **options: Any) -> int:
+    """The pid of a started process, for whose end its keeper waits; `options` are Popen's."""
+    process = subprocess.Popen(command, **options)
+    process.returncode = 0  # nobody waits for it through this object
+    return process.pid
 
 
 def keep(
@@ -379,3 +389,21 @@ def _of_all(
         tokens_per_step=None if tokens is None else count * tokens,
         reason=f"rank {rank} of {count}: {answer.reason}" if answer.reason else "",
     )  # fmt: skip
+
+
+# -- a program that ends with whoever started it: `python -m autofit.probing.supervise MODULE ARGUMENTS` --------------
+
+
+def keep_module(words: Sequence[str]) -> int:
+    """Run `python -m` with these words until standard input closes; its exit code, or 0 where that ended it.
+
+    However the process at the other end of the pipe ends, `kill -9` included, the program and its children end with it.
+    """
+
+    start = partial(start_child, [sys.executable, "-P", "-m", *words], stdin=subprocess.DEVNULL)
+    ending = keep(start, deadline_s=math.inf, abandoned=lambda: bool(select.select([sys.stdin], [], [], 0)[0]))
+    return 0 if ending.abandoned else abs(ending.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(keep_module(sys.argv[1:]))

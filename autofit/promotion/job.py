@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import AutofitError, ConfigError
-from autofit.files import read_json, write_json
+from autofit.files import read_json, write_json, written_json
 from autofit.hardware.hardware import threads_of_each
 from autofit.plugin.protocol import UPDATE
 from autofit.probing.result import exited_for_oom
@@ -147,8 +147,7 @@ _CARD = "cuda-"  # before the name of a card in that of its slot
 
 def run_promoted(request_path: str) -> None:
     """Run the requested training. The outcome is final.json, failed.json or a resumable checkpoint in its folder."""
-    request = read_json(Path(request_path))
-    assert request is not None
+    request = written_json(request_path)
     folder = Path(str(request["folder"]))
     listen(lambda: ask_to_end(folder))
     with ExitStack() as lock:
@@ -222,8 +221,7 @@ def goes_on(request_path: Path, ending: ProcessEnding) -> bool:
 
     Without a rung that is left, the reason is in failed.json.
     """
-    request = read_json(request_path)
-    assert request is not None
+    request = written_json(request_path)
     folder = Path(str(request["folder"]))
     oom = read_oom(folder) or _killed_oom(request, folder, ending)
     forget_oom(folder)

@@ -14,8 +14,8 @@ from typing import cast
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import ROLLOUT
 from autofit.promotion.run_folder import Oom
-from autofit.recipe.keys import TIERS, BatchKeys, Tier
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, TIERS, BatchKeys, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, merge
 from autofit.space.knob import ENV, SERVER_RANKS, Knob, Value, load_space, space_knobs
 from autofit.space.space import Space

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from autofit.cluster.executor import LOCAL, Executor
+from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import write_atomically

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import optuna
 
-from autofit.cluster.executor import LOCAL, Executor
+from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.files import Scratch, private_folder, write_json
 from autofit.frontends.command import script_text
@@ -49,8 +49,8 @@ from autofit.promotion.place import (
 from autofit.promotion.run_folder import RunFolder, ask_to_end, ending_of, log_of
 from autofit.promotion.slurm_job import run_allocated
 from autofit.proof.proof import Proof, checked
-from autofit.recipe.keys import RENAMED, Tier
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, RENAMED, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import RolloutServer
 from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import masked, sealed, sealed_text

@@ -15,7 +15,7 @@ from autofit.cluster.scheduler import own_job
 from autofit.errors import EnvironmentFault
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import LOAD, SampleFacts
-from autofit.probing.supervise import ProcessEnding, note_of
+from autofit.probing.supervise import ProcessEnding, note_of, start_child
 
 State = Literal["running", "done", "failed", "interrupted"]
 REQUEUES = "requeues.json"
@@ -336,9 +336,7 @@ def deaf_children() -> Iterator[None]:
 def start_deaf(module: str, request_path: Path, *more: str, log: Path, cwd: str, env: Mapping[str, str]) -> int:
     """Start `python -m module request_path more` as a child that hears signals once it listens for them; its pid."""
     with log.open("ab") as file, deaf_children():
-        process = subprocess.Popen(
+        return start_child(
             [sys.executable, "-P", "-m", module, str(request_path), *more], cwd=cwd, env=env,
             stdin=subprocess.DEVNULL, stdout=file, stderr=file,
         )  # fmt: skip
-    process.returncode = 0  # the keeper waits for it, not this object
-    return process.pid

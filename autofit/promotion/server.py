@@ -34,6 +34,7 @@ from autofit.probing.supervise import (
     free_port,
     keep,
     kill_descendants,
+    start_child,
     started_by,
 )
 from autofit.promotion.run_folder import LOOPBACK, RunFolder, asked_to_end, deaf_children, start_deaf
@@ -285,13 +286,12 @@ class _Started:
         command = [_program(self.env), *COMMAND[1:], *self.server.arguments(host, self.port)]
         with log.open("ab") as file, deaf_children():
             self.log_starts = file.tell()
-            process = subprocess.Popen(
+            pid = start_child(
                 command, cwd=self.cwd, env=self.env, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 preexec_fn=lambda: die_with_parent(parent),  # no thread runs here
             )  # fmt: skip
-        process.returncode = 0  # the keeper waits for it, not this object
         self.began = time.monotonic()
-        return process.pid
+        return pid
 
     def _place(self) -> tuple[str, int]:
         """(address to listen on, free port of it): that by which others reach this node, where it is one of its own."""

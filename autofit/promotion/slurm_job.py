@@ -17,7 +17,7 @@ from typing import cast
 from autofit.cluster.nodes import card_fault, only_cards
 from autofit.cluster.scheduler import OwnJob, own_job
 from autofit.errors import AutofitError
-from autofit.files import read_json, write_json
+from autofit.files import read_json, write_json, written_json
 from autofit.probing.supervise import Keep, ProcessEnding, RanksEnded, computing_env, keep, keep_ranks
 from autofit.promotion.job import in_processes, start_rank, train_to_the_end
 from autofit.promotion.run_folder import (
@@ -186,8 +186,7 @@ _MOST_FRUITLESS = 3  # requeues one after the other without a step between them
 def run_allocated(request_path: str) -> None:
     """Run the requested training on this job's nodes, once on each. What comes of it is as in `run_promoted`."""
     path = Path(request_path)
-    request = read_json(path)
-    assert request is not None
+    request = written_json(path)
     folder, serves, job = Path(str(request["folder"])), bool(request.get("serves")), own_job()
     assert job is not None, "a job of a scheduler runs this"
     mine = replace(job, nodes=job.nodes - serves)  # those that train

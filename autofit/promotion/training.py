@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autofit.errors import AutofitError, EnvironmentFault
-from autofit.files import read_json
+from autofit.files import written_json
 from autofit.plugin.protocol import LOAD, OPTIMIZER, SYNC, WAKE_UP, Rescuable, Run, Task, own_checkpoints
 from autofit.plugin.ranks import as_rank
 from autofit.plugin.registry import load
@@ -233,8 +233,7 @@ class _Beginning:
 
 def main(request_path: str) -> int:
     """Train until the end, a stop request, or an error, which is told in the folder; the exit code."""
-    request = read_json(Path(request_path))
-    assert request is not None
+    request = written_json(request_path)
     folder, output = Path(str(request["folder"])), Path(str(request["output_dir"]))
     launch, values = split(with_address(opened(cast("dict[str, object]", request["values"]))))
     into_environment(values)
@@ -398,7 +397,7 @@ def start_mirror(folder: Path) -> "subprocess.Popen[bytes] | None":
 
     None where it cannot be started: the training needs no MLflow.
     """
-    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(RunFolder(folder).request_path)]
+    command = [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(RunFolder(folder).request_path)]
     try:
         with (folder / "mlflow.log").open("ab") as log, deaf_children():
             return subprocess.Popen(

@@ -24,8 +24,7 @@ from autofit.probing import kept_server
 from autofit.probing.fork_server import ServerGone, call
 from autofit.probing.supervise import trial_env
 from autofit.proof.reach import IN_BOTH, launch_unlike, on_few_ranks, reach, reach_of_launch, unlike
-from autofit.recipe.keys import BatchKeys, Tier
-from autofit.recipe.launch import LAUNCH
+from autofit.recipe.keys import LAUNCH, BatchKeys, Tier
 from autofit.recipe.recipe import Batch, inner_value, merge
 from autofit.space.traits import Reach, describe_changes
 from autofit.tuning.frontier import Trial

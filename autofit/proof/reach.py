@@ -9,8 +9,7 @@ from typing import cast
 
 from autofit.errors import ConfigError
 from autofit.plugin.protocol import compared_attention
-from autofit.recipe.keys import BatchKeys, weight_bits
-from autofit.recipe.launch import LAUNCH
+from autofit.recipe.keys import LAUNCH, BatchKeys, weight_bits
 from autofit.recipe.recipe import Batch, merge
 from autofit.space.traits import UNPROVEN, Reach, traits_of
 

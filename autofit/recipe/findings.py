@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import cast
 
 from autofit.recipe.catalogue import text_config
-from autofit.recipe.keys import QUANT_STORAGE, SYNC_EACH_BATCH
-from autofit.recipe.launch import LAUNCH, Launch, is_on, wrap_policy
+from autofit.recipe.keys import LAUNCH, QUANT_STORAGE, SYNC_EACH_BATCH
+from autofit.recipe.launch import Launch, is_on, wrap_policy
 from autofit.recipe.launch_keys import place
 from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Recipe, inner_value

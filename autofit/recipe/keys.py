@@ -9,6 +9,7 @@ Tier = Literal["neutral", "approximate", "recipe"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 QUANT_STORAGE = "bnb_4bit_quant_storage"  # as which type 4-bit weights lie in memory: FSDP shards floats only
 OTHER_MODELS = ("reward_model_name_or_path", "teacher_model_name_or_path")  # models besides the one that is trained
+LAUNCH = "launch"  # how a training is launched; no trainer sees it
 SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # the key of transformers
 
 

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, option, quoted
-from autofit.recipe.keys import BatchKeys
-from autofit.recipe.launch_values import NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
+from autofit.recipe.keys import LAUNCH, BatchKeys
+from autofit.recipe.launch_keys import DEEPSPEED_JSON, NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
 from autofit.recipe.yaml_file import may_read, read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "optimizer", "parameters"]
-LAUNCH = "launch"  # the key of a recipe; no trainer sees it
 _NAMES_JSON = "; a JSON file is named in it, as deepspeed_config_file, with distributed_type: DEEPSPEED"
-DEEPSPEED_JSON = "deepspeed_json"  # key of deepspeed_config: the content of the user's DeepSpeed JSON file
 THREADS = "num_cpu_threads_per_process"  # a flag of `accelerate launch` that has no place in its config
 MOST_RANKS = 4096
 # Whether a strategy of FSDP1 frees what it gathered. On one machine torch's hybrid ones shard over all ranks and have

@@ -15,16 +15,8 @@ from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.findings import CHECKPOINTING, CHECKS, OFFLOAD, SHARDING, Finding, Severity, StatedLaunch, clashes
 from autofit.recipe.keys import divisors
 from autofit.recipe.launch import THREADS, is_on, named_cards, sharding_strategy, state_dict_type, wrap_policy
-from autofit.recipe.launch_values import SECTION_KEYS
+from autofit.recipe.launch_keys import CONFIG_KEYS, SECTION_KEYS
 from autofit.recipe.profile import profile
-
-_CONFIG_KEYS = (  # accelerate 1.15, ClusterConfig; process_config takes fp16 and dynamo_backend too
-    "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type", "downcast_bf16",
-    "dynamo_backend", "dynamo_config", "enable_cpu_affinity", "fp16", "fp8_config", "fsdp_config", "gpu_ids",
-    "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config",
-    "mixed_precision", "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend",
-    "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",
-)  # fmt: skip
 
 
 def findings(asked: StatedLaunch) -> list[Finding]:
@@ -41,8 +33,8 @@ def findings(asked: StatedLaunch) -> list[Finding]:
 def _known(asked: StatedLaunch) -> Iterator[Finding]:
     """Keys that are misspelt, or lost on their way. Others that are not known here may be of a newer accelerate."""
     for key in asked.config:
-        if key not in _CONFIG_KEYS:
-            close = get_close_matches(str(key), _CONFIG_KEYS, n=1, cutoff=0.85)
+        if key not in CONFIG_KEYS:
+            close = get_close_matches(str(key), CONFIG_KEYS, n=1, cutoff=0.85)
             yield Finding(  # accelerate/commands/config/config_args.py, from_yaml_file
                 severity=Severity.ERROR, where=asked.in_config(str(key)),
                 what="accelerate (1.15) refuses a config with a key that it does not know",

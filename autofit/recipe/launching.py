@@ -12,9 +12,15 @@ from functools import partial
 from typing import cast
 
 from autofit.errors import ConfigError, at_least_one, option, quoted
-from autofit.recipe.launch import DEEPSPEED_JSON, LAUNCH, Launch, is_on, read_accelerate_config
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, is_on, read_accelerate_config
 from autofit.recipe.launch_keys import (
+    DEEPSPEED_JSON,
+    FLAGS,
+    NOT_BESIDE_JSON,
+    REFUSED,
     TYPES,
+    check_values,
     deepspeed_config,
     deepspeed_fields,
     fsdp_config,
@@ -22,12 +28,10 @@ from autofit.recipe.launch_keys import (
     place,
     read_deepspeed_file,
 )
-from autofit.recipe.launch_values import FLAGS, NOT_BESIDE_JSON, check_values
 from autofit.recipe.profile import Profile
 
 _NAMES = ("accelerate_config", "config_file")  # keys of the YAML that name an accelerate config
 _TRAINERS = ("fsdp", "fsdp_config", "deepspeed")  # transformers' own keys
-_REFUSED = ("tpu", "use_megatron_lm", "use_parallelism_config", "parallelism_config", "megatron_lm_config")
 _OF_TYPE = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
 
@@ -147,7 +151,7 @@ def launched(
 
 def is_launch_key(key: str) -> bool:
     """Whether `key` is a flag of `accelerate launch`, which a recipe of TRL may have among its keys."""
-    return any(key in names for names in FLAGS.values()) or key in TYPES or key in _REFUSED
+    return any(key in names for names in FLAGS.values()) or key in TYPES or key in REFUSED
 
 
 def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions) -> None:
@@ -173,7 +177,7 @@ def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions)
 
 def _apply_flags(found: _Reading, flags: Mapping[str, object]) -> None:
     """Lay flags of `accelerate launch` over the config."""
-    refused = [key for key in flags if key in _REFUSED]
+    refused = [key for key in flags if key in REFUSED]
     if refused:
         raise ConfigError(f"{refused[0]} is not supported: autofit launches DDP, FSDP and DeepSpeed ZeRO; omit it")
     on = [key for key in TYPES if _is_true(key, flags.get(key))]

@@ -11,8 +11,8 @@ from typing import cast
 import yaml
 
 from autofit.errors import ConfigError, printable
-from autofit.recipe.keys import BatchKeys, Tier, divisors, evaluates
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, BatchKeys, Tier, divisors, evaluates
+from autofit.recipe.launch import Launch
 from autofit.recipe.profile import profile
 from autofit.recipe.secrets import opened
 from autofit.units import format_bytes

@@ -14,8 +14,8 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import BFLOAT16_CAPABILITY, simulated_twin
 from autofit.recipe.catalogue import attention_heads
 from autofit.recipe.findings import OFFLOAD, Clash, clashes_of
-from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.launch import LAUNCH, Launch
+from autofit.recipe.keys import LAUNCH, TIERS, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, inner_value
 from autofit.space.knob import (
     ENV,

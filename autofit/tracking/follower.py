@@ -158,7 +158,7 @@ def _is_up_to_date(folder: Path) -> bool:
 def _mirror_once(folder: Path) -> None:
     request = RunFolder(folder).request() or {}
     env = child_environment(Path(str(request.get("study_folder"))))
-    command = [sys.executable, "-P", "-m", "autofit.tracking.run_mirror", str(RunFolder(folder).request_path)]
+    command = [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(RunFolder(folder).request_path)]
     with (folder / "mlflow.log").open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_AT_THE_END_S, check=False,
                        env=env)  # fmt: skip

@@ -24,7 +24,7 @@ from mlflow.tracking import MlflowClient
 
 from autofit.errors import EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.recipe.launch import LAUNCH
+from autofit.recipe.keys import LAUNCH
 from autofit.recipe.secrets import masked, without_secrets
 from autofit.space.traits import describe_changes
 from autofit.tracking.database import make_whole, tracking_uri

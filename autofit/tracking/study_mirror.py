@@ -1,7 +1,7 @@
 """MLflow's mirror of a study: one top-level run per trial, rebuilt from Optuna at any time, any number of times.
 
-Optuna holds the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own, so
-that a slow or unreachable MLflow affects nothing else.
+Optuna holds the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own,
+`python -m autofit.tracking.study_mirror REQUEST` a full run, so that a slow or unreachable MLflow affects nothing else.
 """
 
 import json
@@ -9,17 +9,19 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 from mlflow.entities import Run
 
 from autofit.errors import AutofitError
+from autofit.files import written_json
 from autofit.tracking.database import make_whole, tracking_uri
 from autofit.tracking.follower import keep_mirrored, told_of, told_to_end
 from autofit.tracking.front_plot import study_figure
-from autofit.tracking.promoted_run import mirror_promoted
+from autofit.tracking.promoted_run import RunMirror, mirror_promoted
 from autofit.tracking.runs import (
     COLOR,
     CONFIRMED,
@@ -39,6 +41,7 @@ from autofit.tracking.runs import (
     runs_of,
     search,
     tracking_errors,
+    trial_run_ids,
 )
 from autofit.tracking.ui import view_tags
 from autofit.tuning.frontier import Trial, baseline, common_front, winner
@@ -198,33 +201,67 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
     return len(finished)
 
 
-# -- the follower -----------------------------------------------------------------------------------------------------
+# -- mirrors as processes of their own --------------------------------------------------------------------------------
+
+_RUN_S = 1.0
+_REST_OF_RUN = 5  # times the seconds of an update: the mirror of a long run takes a sixth of a core at most
 
 
 def follow(folder: Path, study_name: str) -> None:
     """Mirror the study every 2 s, or less often where that takes long, until standard input closes; then once more."""
-    told = told_to_end()
-    os.nice(19)  # gives way to the probe, which is being timed
-    study, ended, took_s = None, False, 0.0
+    study: optuna.Study | None = None
     mirrored: set[tuple[object, ...]] = set()
+
+    def look(ended: bool) -> None:
+        nonlocal study
+        study = study or load_study(folder, study_name)
+        if ended:  # mirror every trial again, as MLflow's runs may have changed meanwhile
+            mirrored.clear()
+        with database_errors(folder), tracking_errors(folder):
+            _mend(folder)
+            told_now = told_of(study)
+            _sync(folder, study, mirrored)
+        if ended:
+            keep_mirrored(folder, study_name, told_now)
+
+    _until_told(look, every_s=_FOLLOW_S, rest=_REST)
+
+
+def follow_run(request_path: Path) -> None:
+    """Mirror a promoted run until standard input closes, then once more, and close MLflow's run."""
+    request = written_json(request_path)
+    folder, study, trial = Path(str(request["study_folder"])), str(request["study"]), int(str(request["trial"]))
+    run, has_trial = RunMirror(request), False
+
+    def look(ended: bool) -> None:
+        nonlocal has_trial
+        with tracking_errors(folder):
+            if not has_trial and not trial_run_ids(client(folder), folder, study, [trial]):
+                sync(folder, study)
+            has_trial = True
+            run.update(ended=ended)
+
+    _until_told(look, every_s=_RUN_S, rest=_REST_OF_RUN)
+
+
+def _until_told(look: Callable[[bool], None], *, every_s: float, rest: float) -> None:
+    """Call `look` every so many seconds, after `rest` times as long as it took, and a last time with True."""
+    told = told_to_end()
+    os.nice(19)  # gives way to the probe, which is being timed, or to the training
+    ended, took_s = False, 0.0
     while not ended:
-        ended = told.wait(max(_FOLLOW_S, _REST * took_s))
+        ended = told.wait(max(every_s, rest * took_s))
         began = time.monotonic()
         try:
-            study = study or load_study(folder, study_name)
-            if ended:  # mirror every trial again, as MLflow's runs may have changed meanwhile
-                mirrored.clear()
-            with database_errors(folder), tracking_errors(folder):
-                _mend(folder)
-                told_now = told_of(study)
-                _sync(folder, study, mirrored)
-            if ended:
-                keep_mirrored(folder, study_name, told_now)
+            look(ended)
         except (AutofitError, OSError) as error:
             print(f"MLflow: {error}", file=sys.stderr, flush=True)
         took_s = time.monotonic() - began
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]), sys.argv[2])
-    os._exit(0)  # at once, as run_mirror
+    if len(sys.argv) > 2:
+        follow(Path(sys.argv[1]), sys.argv[2])
+    else:
+        follow_run(Path(sys.argv[1]))
+    os._exit(0)  # at once: to unload MLflow takes ten times as long as the last look, over a minute on a busy machine

@@ -76,8 +76,9 @@ def server(folder: Path, *, port: int | None) -> Iterator[MlflowServer]:
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     artifacts = str((folder / "mlartifacts").resolve())
     command = [
-        sys.executable, "-P", "-m", "autofit.tracking.kept_server", "--host", "127.0.0.1", "--port", str(port),
-        "--workers", "1", "--backend-store-uri", tracking_uri(folder), "--default-artifact-root", artifacts,
+        sys.executable, "-P", "-m", "autofit.probing.supervise", "mlflow", "server", "--host", "127.0.0.1",
+        "--port", str(port), "--workers", "1", "--backend-store-uri", tracking_uri(folder), "--default-artifact-root",
+        artifacts,
     ]  # fmt: skip
     log = folder / "ui.log"
     with log.open("wb") as output:

@@ -16,7 +16,7 @@ from pathlib import Path
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.cluster.executor import LOCAL, Executor
+from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, option
 from autofit.forecast.predictions import Cloud, Predictions
 from autofit.hardware.hardware import Device

@@ -20,8 +20,7 @@ import yaml
 from autofit.errors import ConfigError, printable, quoted
 from autofit.frontends.reading import is_script
 from autofit.recipe.catalogue import architecture, names
-from autofit.recipe.keys import OTHER_MODELS
-from autofit.recipe.launch import LAUNCH
+from autofit.recipe.keys import LAUNCH, OTHER_MODELS
 
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,79}")
 _MODULES = re.compile(r"[A-Za-z0-9_.*+?|()\[\]^$\\-]{1,200}")  # names of modules, or a pattern of them

@@ -22,8 +22,8 @@ from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
 from autofit.fakegpu.specs import GpuSpec, gpu_spec
 from autofit.forecast.advice import Advice, advice_lines, float32_words
 from autofit.forecast.change import Change
-from autofit.forecast.estimate import Estimator, crash_of
-from autofit.forecast.margin import care_lines, is_tight, most_used_bytes, shown_bytes
+from autofit.forecast.estimate import Estimator
+from autofit.forecast.margin import care_lines, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.draft import NOT_SIMULATED, Explanation
 from autofit.frontends.reading import explain
@@ -321,12 +321,7 @@ def _check(
         raise ConfigError("the simulation takes longer than it may here; autofit on your own machine has no such limit")
     if result.status not in (ProbeStatus.FIT, ProbeStatus.OOM):
         raise EnvironmentFault(f"the simulation failed: {result.reason.partition(' (during ')[0]}")
-    fits = result.status is ProbeStatus.FIT and not is_tight(result, estimating.capacity_bytes)
-    recipe, capacity = estimating.recipe, estimating.capacity_bytes
-    check = Check(
-        recipe=recipe, device=estimating.device, capacity_bytes=capacity, result=result,
-        crash=None if fits else crash_of(result, recipe, capacity),
-    )  # fmt: skip
+    check = Check.of(estimating, result)
     tell(verdict_told(check, given, changes))
     for note in result.notes:
         tell({"is": "note", "text": note})
@@ -342,11 +337,7 @@ def _check(
 def _cards(estimating: Estimator, count: int, tell: Tell) -> None:
     """A row for each of the usual cards, the largest first."""
     listed = prices()
-
-    def probe(device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
-        return replace(estimating, device=device, capacity_bytes=capacity_bytes, least_of_fits=False).probe(values)
-
-    shop = Shop(estimating.recipe, probe, listed, workers=1)
+    shop = Shop(estimating.recipe, replace(estimating, least_of_fits=False).probe_on, listed, workers=1)
     for spec in sorted(map(gpu_spec, USUAL), key=lambda spec: -spec.capacity_bytes):
         for offer in shop.offers([spec], (count,)):
             tell(card_told(offer, spec, listed.get(spec.name), estimating.recipe))

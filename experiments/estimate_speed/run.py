@@ -130,8 +130,8 @@ def parts(recipe: Path, folder: Path, prompt_tokens: int, output: Path) -> None:
 
     timed("import_s", import_all)
     from autofit.files import read_json, write_json
-    from autofit.probing import inspection, worker
-    from autofit.probing.prepare import worst_case_path
+    from autofit.probing import worker
+    from autofit.probing.prepare import inspect, worst_case_path
     from autofit.probing.result import ProbeRequest
     from autofit.probing.simulated import SimMemory
     from autofit.recipe.yaml_file import read_yaml_mapping
@@ -140,7 +140,7 @@ def parts(recipe: Path, folder: Path, prompt_tokens: int, output: Path) -> None:
     worst_case, answer, device = worst_case_path(folder), folder / "inspection.json", f"sim:{CARD}"
     asked = {"trainer": "grpo", "values": values, "device": device, "prompt_tokens": prompt_tokens}
     write_json(folder / "inspect.json", asked | {"worst_case": str(worst_case), "answer": str(answer)})
-    timed("inspection_s", lambda: inspection.run(str(folder / "inspect.json")))
+    timed("inspection_s", lambda: inspect(str(folder / "inspect.json")))
     found = read_json(answer)
     assert found is not None
     assert "error" not in found, found

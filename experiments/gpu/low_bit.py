@@ -2,7 +2,7 @@
 
 A layer's forward and backward and an optimizer's update of a tensor, on the host, less what the simulated card charges
 for their kernels and views with this host's costs. Said in microseconds, and in launches of the H100's host of
-2026-11-27 that `autofit/fakegpu/walks.py` is in: a module's `train()` took it 0.19 launches, and both are Python.
+2026-11-27 that `autofit/fakegpu/tracer.py` is in: a module's `train()` took it 0.19 launches, and both are Python.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.calibrate import measure_host_costs
 from autofit.fakegpu.specs import HostCosts
-from autofit.fakegpu.walks import TRAIN
+from autofit.fakegpu.tracer import TRAIN
 
 Part = tuple[str, int, Callable[[], object], Callable[[], object]]  # name, number of calls, what is before, the calls
 _WIDTH, _ROWS, _LAYERS, _TENSORS, _REPEATS = 64, 128, 8, 32, 200

@@ -8,7 +8,8 @@ from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import slot_names
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
-from autofit.recipe.launch import LAUNCH, Launch, Offload, Sharding
+from autofit.recipe.keys import LAUNCH
+from autofit.recipe.launch import Launch, Offload, Sharding
 from gpu.allowance import Allowance
 from gpu.children import answered_by_ranks, scratch
 from gpu.configs import TWO_RANKS, Config

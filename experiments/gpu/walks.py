@@ -2,7 +2,7 @@
 
 In microseconds, and in launches of this host (`autofit doctor --calibrate`): for each module of Qwen3-1.7B with LoRA,
 for each tensor of a list, and for each tensor that a forward saves under torch.utils.checkpoint. The constants of
-`autofit/fakegpu/walks.py` are what it printed on the host of an H100.
+`autofit/fakegpu/tracer.py` are what it printed on the host of an H100.
 """
 
 import time

@@ -31,7 +31,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.fakegpu.specs import GpuSpec, gpu_spec
 
 HERE = Path(__file__).parent

@@ -23,7 +23,7 @@ from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.delay import LayerClock
 from autofit.fakegpu.depth.expand import Mark, expanded
 from autofit.fakegpu.depth.stack import shrink
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.fakegpu.specs import GpuSpec, gpu_spec
 
 TOKENS = 4096

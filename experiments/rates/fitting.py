@@ -1,11 +1,13 @@
 """Fits the waves of a card's products and the corrections of its tables to measured times."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 from source import Card, Measured, MeasuredAttention
 
-from autofit.fakegpu.rates.products import AttentionTable, Floats, GemmTable, Grid, Machine, Waves, roofline, smoothed
+from autofit.fakegpu.rates.kernels import AttentionTable, Floats, GemmTable, Grid, Machine, Waves, roofline
 
 Flags = npt.NDArray[np.bool_]
 # In the order of Waves' fields; the fit starts here and is drawn to it, weakly, for what a card's table cannot tell.
@@ -19,6 +21,20 @@ GROUPS = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
 DIMS = np.array([64.0, 128.0, 256.0])
 ATTENTION_AXES = tuple(np.log(x) for x in (LENGTHS, HEADS, GROUPS, DIMS))
 ATTENTION_WIDTHS = (0.15, 0.15, 0.3, 0.3)
+
+
+def smoothed(values: Floats, axes: Sequence[Floats], widths: Sequence[float]) -> Floats:
+    """Means of `values` around each point, with the weight exp(-distance / width) along each axis; nan is no value.
+
+    Points that have none take the mean of their neighbours, however far away these are.
+    """
+    weights = (~np.isnan(values)).astype(float)
+    sums = np.where(weights > 0, values, 0.0)
+    for number, (axis, width) in enumerate(zip(axes, widths, strict=True)):
+        kernel = np.exp(-np.abs(axis[:, None] - axis[None]) / width)
+        sums = np.moveaxis(np.tensordot(kernel, sums, (1, number)), 0, number)
+        weights = np.moveaxis(np.tensordot(kernel, weights, (1, number)), 0, number)
+    return np.asarray(sums / np.maximum(weights, 1e-300))
 
 
 def machine(card: Card) -> Machine:

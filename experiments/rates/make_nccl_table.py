@@ -18,7 +18,7 @@ from source import PACKAGE, VERSION, Columns, Floats, download, read
 
 import autofit.fakegpu.rates
 from autofit.fakegpu.rates.collectives import KINDS
-from autofit.fakegpu.rates.products import STEP, Grid
+from autofit.fakegpu.rates.kernels import STEP, Grid
 
 PATH = Path(autofit.fakegpu.rates.__file__).parent / "nccl.npz"
 NEWEST = {  # system: version of NCCL, the newest that was measured

@@ -16,7 +16,7 @@ from fitting import attention_table, flops_frac, gemm_table, memory_frac
 from source import CARDS, PACKAGE, VERSION, Card, Floats, attention, download, gemms
 
 import autofit.fakegpu.rates
-from autofit.fakegpu.rates.products import STEP
+from autofit.fakegpu.rates.kernels import STEP
 
 FOLDER = Path(autofit.fakegpu.rates.__file__).parent
 

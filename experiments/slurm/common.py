@@ -16,7 +16,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(HELPERS)
 import lawful  # noqa: E402
 from recipes import grpo_recipe  # noqa: E402
 
-from autofit.cluster.executor import executor_of  # noqa: E402
+from autofit.cluster.scheduler import executor_of  # noqa: E402
 from autofit.probing.cluster_launch import ClusterLauncher  # noqa: E402
 from autofit.space.knob import load_space  # noqa: E402
 from autofit.space.space import Space  # noqa: E402

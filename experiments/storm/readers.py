@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from recipes import grpo_recipe
 
 from autofit.api.arguments import seconds, share, size
-from autofit.cluster.executor import FILE, read_executor
+from autofit.cluster.scheduler import FILE, read_executor
 from autofit.commands.arguments import parser
 from autofit.commands.common import settings
 from autofit.fakegpu.specs import UnknownGpuError, gpu_spec

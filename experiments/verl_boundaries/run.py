@@ -45,7 +45,7 @@ import yaml
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.expand import Mark, expanded
 from autofit.fakegpu.depth.stack import shallow_models
-from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.replay import replay as replayed_log
 from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import verl_recipe

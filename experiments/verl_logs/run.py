@@ -31,7 +31,7 @@ from autofit.api.verl import VerlLog, rows_of
 from autofit.errors import ConfigError
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.ranks import nccl_bytes
+from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.probing.result import ProbeResult
 from autofit.recipe.catalogue import architecture

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import free_port
 

@@ -22,8 +22,15 @@ from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, Symbols
 from autofit.fakegpu.formula.seconds import KernelRows
-from autofit.fakegpu.ranks import fake_ranks, nccl_bytes
-from autofit.fakegpu.rates.collectives import KINDS, NETWORK_SHARE, TABLES, Collective, CollectiveSeconds
+from autofit.fakegpu.rates.collectives import (
+    KINDS,
+    NETWORK_SHARE,
+    TABLES,
+    Collective,
+    CollectiveSeconds,
+    fake_ranks,
+    nccl_bytes,
+)
 from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.layers import DATA, Tag
 from autofit.fakegpu.depth.stack import Stack
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.fakegpu.specs import HostCosts
 
 MIB = 1 << 20

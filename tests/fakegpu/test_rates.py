@@ -14,8 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from autofit.fakegpu import GPU_SPECS, HostCosts, fake_gpu, gpu_spec
 from autofit.fakegpu.kernels import flops
 from autofit.fakegpu.rates.collectives import log_error
-from autofit.fakegpu.rates.kernels import KernelSeconds, Work
-from autofit.fakegpu.rates.products import MEASURED, Grid, card_rates, rates_name, smoothed, stand_in
+from autofit.fakegpu.rates.kernels import (
+    MEASURED,
+    Grid,
+    KernelSeconds,
+    Work,
+    card_rates,
+    rates_name,
+    stand_in,
+)
 
 # Seconds of single shapes in the tables of aiconfigurator-core 0.12.0 (bfloat16; framework as in the card's file).
 SHAPES = [
@@ -141,11 +148,6 @@ def test_a_grid_gives_its_own_values_back_and_stays_at_its_edges() -> None:
     grid = Grid(axes, np.arange(6.0).reshape(3, 2))
     assert grid.at(np.array([2.0, 100.0]), np.array([10.0, 0.1])).tolist() == [3.0, 4.0]
     assert grid.at(np.array([2**0.5]), np.array([1.0])) == pytest.approx([1.0])
-
-
-def test_a_value_that_was_not_measured_is_its_neighbours_mean() -> None:
-    values = smoothed(np.array([1.0, np.nan, 3.0]), [np.array([0.0, 1.0, 2.0])], [0.1])
-    assert values == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)
 
 
 def test_skipped_decode_steps_have_the_parts_of_the_last_traced_one() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 
 from .tiny_trainers import config
 

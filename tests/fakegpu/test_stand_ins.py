@@ -13,7 +13,7 @@ from transformers.utils.import_utils import enable_tf32
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.patches.low_bit import AdamW8bit
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 
 from .tiny_trainers import config
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.depth.expand import Mark, run_of
-from autofit.fakegpu.ranks import fake_ranks
+from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.fakegpu.replay import EventLog, Unlimited
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import torch
 
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.depth.stack import own_work
-from autofit.fakegpu.walks import OF_A_TENSOR, TRAIN, VISIT
+from autofit.fakegpu.tracer import OF_A_TENSOR, TRAIN, VISIT
 
 
 class Alone:

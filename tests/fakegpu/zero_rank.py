@@ -79,7 +79,7 @@ def real(rank: int, meeting: Path) -> Iterator[tuple[str, Read, Callable[[], Non
 @contextmanager
 def simulated(rank: int) -> Iterator[tuple[str, Read, Callable[[], None]]]:
     from autofit.fakegpu import fake_gpu
-    from autofit.fakegpu.ranks import fake_ranks
+    from autofit.fakegpu.rates.collectives import fake_ranks
 
     with fake_ranks(RANKS, rank), fake_gpu("a100-80gb") as gpu:
         allocator = gpu.memory.allocator  # asked for the bytes of tensors: a card's blocks may be larger

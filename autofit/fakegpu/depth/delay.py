@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch._ops import OpOverload
 
 from autofit.fakegpu.clock import MAIN, Clock, Lane, Moment, Row, lane_of
-from autofit.fakegpu.communication import Call
+from autofit.fakegpu.kernels import Call
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 NEVER = float("-inf")

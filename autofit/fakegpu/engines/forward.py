@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autofit.fakegpu.rates.collectives import CollectiveSeconds
-from autofit.fakegpu.rates.kernels import KernelSeconds
-from autofit.fakegpu.rates.products import Floats
+from autofit.fakegpu.rates.kernels import Floats, KernelSeconds
 from autofit.fakegpu.specs import GpuSpec, HostCosts
 
 # The shape of a decoder-only transformer, as far as the time and the memory of its generation follow from it.

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autofit.fakegpu.engines.forward import ITEM, Batch, Decoder, Forward, facts_from_json, kernel_seconds
-from autofit.fakegpu.rates.products import Floats
+from autofit.fakegpu.rates.kernels import Floats
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec, HostCosts
 
 Ints = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from autofit.fakegpu.depth.stack import full_config, repeats, stands_for
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.patches.redirect import Target, untouched
-from autofit.fakegpu.ranks import server_cards
+from autofit.fakegpu.rates.collectives import server_cards
 
 # What a caller may ask of vLLM's generation: the arguments of the real classes, which refuse every other one.
 

@@ -13,7 +13,7 @@ import torch
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.depth.stack import is_own_work
 from autofit.fakegpu.patches.redirect import Target, untouched
-from autofit.fakegpu.walks import TRAIN, VISIT, charge_modules, charge_tensors
+from autofit.fakegpu.tracer import TRAIN, VISIT, charge_modules, charge_tensors
 
 Pair = tuple[str, torch.nn.Module]
 
@@ -80,7 +80,7 @@ def _counted(gpu: FakeGpu, found: Iterator[Pair]) -> Iterator[Pair]:
 
 # -- bitsandbytes -----------------------------------------------------------------------------------------------------
 # Measured with the CUDA build of torch 2.11 and bitsandbytes 0.50.2 without a card, in turns with a module's `train()`,
-# of which 0.19 launches are charged (`autofit/fakegpu/walks.py`): `python -m gpu.low_bit`, four runs within 10 %. The
+# of which 0.19 launches are charged (`autofit/fakegpu/tracer.py`): `python -m gpu.low_bit`, four runs within 10 %. The
 # host of an H100 took 92 to 157 us for each of 290 tensors of AdamW8bit (experiments/gpu/h100-2/timeline.jsonl); this
 # says 112 us with a host of 11.0 us a launch and 230 with one of 22.7, the two that were measured there.
 
