@@ -335,6 +335,11 @@ def test_verls_critic_takes_no_deprecated_micro_batch(tmp_path: Path) -> None:
     assert [line for line in explain(tmp_path / "run.sh").wrong if line.startswith(f"{key}_per_gpu must be set")]
 
 
+def test_a_null_of_a_script_is_said_for_certain(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(script({**QWEN, f"{ACTOR}.ppo_micro_batch_size_per_gpu": "null"}))
+    assert any("ppo_micro_batch_size_per_gpu must be set" in line for line in explain(tmp_path / "run.sh").wrong)
+
+
 SIMULATED = [
     ({"actor_rollout_ref.model.enable_activation_offload": True}, "which needs at least as many bytes"),
     ({**PPO, "critic.model.enable_activation_offload": True}, "critic.model.enable_activation_offload is simulated as"),
