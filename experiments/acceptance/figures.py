@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.accuracy import table as accuracy_table
 from experiments.accuracy.rows import SETS
@@ -119,10 +119,19 @@ def _others() -> list[str]:
     return [peer.name for peer in PEERS if not peer.name.startswith("autofit")]
 
 
-def _pairs(peer: str, rows: Sequence[Row], results: peers_table.Results) -> list[tuple[float, float, float | None]]:
-    """(an estimator's error, autofit's, autofit's with the measured program) of each row that both have said, sizes."""
+class _Sizes(NamedTuple):
+    """Sizes of the errors of one row: an estimator's, autofit's, autofit's with the measured program."""
+
+    theirs: float
+    ours: float
+    own: float | None
+
+
+def _pairs(peer: str, rows: Sequence[Row], results: peers_table.Results) -> list[_Sizes]:
+    """The sizes of each row that both have said."""
     return [
-        (abs(theirs), abs(ours), None if (own := peers_table.of_their_code(row)) is None else abs(own)) for row in rows
+        _Sizes(abs(theirs), abs(ours), None if (own := peers_table.of_their_code(row)) is None else abs(own))
+        for row in rows
         if (theirs := peers_table.error(row, results.get(row.name, {}).get(peer))) is not None
         and (ours := peers_table.ours(row, results)) is not None
     ]  # fmt: skip
@@ -132,9 +141,10 @@ def _beside(peer: str, rows: Sequence[Row], results: peers_table.Results) -> Fig
     pairs = _pairs(peer, rows, results)
     if not pairs:
         return None
-    theirs, ours = (statistics.median(one[place] for one in pairs) for place in (0, 1))
+    theirs = statistics.median(one.theirs for one in pairs)
+    ours = statistics.median(one.ours for one in pairs)
     claim = f"{peer}: median error of its bytes, and autofit's on the same rows"
-    nearer = f"autofit nearer on {sum(one[1] < one[0] for one in pairs)} of {len(pairs)}"
+    nearer = f"autofit nearer on {sum(one.ours < one.theirs for one in pairs)} of {len(pairs)}"
     return Figure(claim, f"{theirs:.2%}, {ours:.2%}; {nearer}", "the smaller median", ours < theirs)
 
 
@@ -143,9 +153,10 @@ def _nearest(name: str, rows: Sequence[Row], results: peers_table.Results) -> Fi
     said = {peer: pairs for peer in _others() if len(pairs := _pairs(peer, rows, results)) > 1}
     if not said:
         return None
-    best = min(said, key=lambda peer: statistics.median(one[0] for one in said[peer]))
-    theirs, ours = (statistics.median(one[place] for one in said[best]) for place in (0, 1))
-    own = [one[2] for one in said[best] if one[2] is not None]
+    best = min(said, key=lambda peer: statistics.median(one.theirs for one in said[peer]))
+    theirs = statistics.median(one.theirs for one in said[best])
+    ours = statistics.median(one.ours for one in said[best])
+    own = [one.own for one in said[best] if one.own is not None]
     told = f"; {statistics.median(own):.2%} with the measured program" if own else ""
     found = f"{best} {theirs:.2%} on {len(said[best])} rows, autofit {ours:.2%}{told}"
     return Figure(f"{name}: the nearest other estimator (at least two rows)", found, "5x nearer", 5 * ours <= theirs)
