@@ -714,6 +714,15 @@ def test_a_search_takes_one_sample_of_a_prompt_where_the_recipe_has_one() -> Non
     assert {pairs.params(c).get("rollout_n", 2) for c in pairs.candidates()} == {2}
 
 
+def test_a_share_in_which_vllm_does_not_start_rules_no_larger_one_out() -> None:
+    space = space_of(gpu_memory_utilization=0.2)
+    place = [knob.name for knob in space.knobs].index("gpu_memory_utilization")
+    first = next(iter(space.candidates()))
+    other = replace(first, values=(*first.values[:place], 0.5, *first.values[place + 1 :]))
+    assert first.values[place] != 0.5
+    assert not space.needs_no_less(other, first)
+
+
 def test_micro_batches_of_samples_have_no_budget_to_vary() -> None:
     plain = space_of(use_dynamic_bsz=False)
     assert len({plain.params(c)["ppo_micro_batch_size_per_gpu"] for c in plain.candidates()}) > 1
