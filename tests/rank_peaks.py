@@ -34,8 +34,9 @@ class RealPeak:
 
 
 def real_peaks(
-    recipe: Recipe, launch: Launch, folder: Path, server: ForkServer, changes: Mapping[str, object] | None = None
-) -> list[RealPeak]:
+    recipe: Recipe, launch: Launch, folder: Path, server: ForkServer, changes: Mapping[str, object] | None = None,
+    *, deadline_s: float = 300,
+) -> list[RealPeak]:  # fmt: skip
     """Train the worst case of `recipe` (its files are in `recipe.folder`) on the gloo ranks of `launch`."""
     folder.mkdir(parents=True, exist_ok=True)
     common = {
@@ -48,11 +49,13 @@ def real_peaks(
         path = folder / f"{rank}.request.json"
         write_json(path, {**common, "rank": rank, "answer": str(folder / f"{rank}.json")})
         ranks.append({"argument": str(path), "log": str(folder / f"{rank}.log")})
-    message = {"entry": "rank_peaks:measure", "cwd": str(recipe.folder), "env": {}, "ranks": ranks, "deadline_s": 300}
-    ended = call_ranks(server.socket_path, message)
+    message = {"entry": "rank_peaks:measure", "cwd": str(recipe.folder), "env": {}, "ranks": ranks}
+    ended = call_ranks(server.socket_path, {**message, "deadline_s": deadline_s})
     if ended.first is not None:
-        log = (folder / f"{ended.first}.log").read_text()
-        raise AssertionError(f"rank {ended.first} failed: {log[-2000:]}")
+        log = (folder / f"{ended.first}.log").read_text().strip()
+        late = any(ending.deadline_passed for ending in ended.endings)
+        why = f"was not done after {deadline_s:g} s" if late else "failed"
+        raise AssertionError(f"rank {ended.first} {why}: {log[-2000:]}")
     return [RealPeak(**json.loads((folder / f"{rank}.json").read_text())) for rank in range(launch.ranks)]
 
 

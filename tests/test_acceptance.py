@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ TITLES = {"8 %"}  # of a guide; not a claim
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(page, "MADE", tmp_path / "made.json")
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -57,7 +59,9 @@ def test_a_run_keeps_what_it_has_made_and_says_what_changed(
     assert "done in" in run("found.write_text('1')")
     assert "made by this code already" in run("found.write_text('9')", again=False)
     assert page.made()["p"]["figures"][0]["found"] == "1"
-    assert "failed with exit code 3: no" in run("import sys; print('no', file=sys.stderr); sys.exit(3)")
+    said = run("import sys; print('yes\\nno\\n\\n', file=sys.stderr); sys.exit(3)")
+    assert "failed with exit code 3: no (all that it said: " in said
+    assert (home / "acceptance-p.log").read_text().startswith("yes")
     assert "left for the next run" in run("found.write_text('9')", takes=5.0)
     assert "done in" in run("found.write_text('2')")
     monkeypatch.setattr(page, "PARTS", (part(home, ""),))

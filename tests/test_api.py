@@ -23,7 +23,7 @@ from autofit.errors import AutofitError, ConfigError, Option, option
 from autofit.files import write_json
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
-from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
+from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_source
 from autofit.space.space import Knob
 from autofit.tuning.frontier import Trial
@@ -226,6 +226,15 @@ def test_a_command_reads_the_options_of_an_error_of_the_api(capsys: pytest.Captu
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_front_is_of_the_card_that_a_later_probe_tells_where_the_first_one_ended_early() -> None:
+    early = ProbeResult(status=ProbeStatus.OOM, device="sim:h100")
+    late = ProbeResult(status=ProbeStatus.OOM, device="sim:h100", device_name="H100", fidelity=Fidelity.PREDICTED)
+    trials = [Trial(number=number, tier="neutral", changes={}, params={}, result=result)
+              for number, result in enumerate((early, late))]  # fmt: skip
+    found = SearchResult.of(trials, StudyRecord(), study="s", folder=Path())
+    assert (found.fidelity, found.device_name) == (Fidelity.PREDICTED, "H100")
 
 
 def a_result() -> SearchResult:

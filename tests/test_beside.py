@@ -207,7 +207,7 @@ def test_only_micro_batches_that_divide_the_batch_are_tried() -> None:
 def test_a_number_is_tried_one_step_towards_what_may_be_faster() -> None:
     """0.3 was tried in place of a share of 0.6, and one card an engine in place of eight."""
     knobs = (
-        Knob(name="vllm_gpu_memory_utilization", tier="neutral", values=(0.3, 0.5, 0.7), memory_ascending=True),
+        Knob(name="vllm_gpu_memory_utilization", tier="neutral", values=(0.3, 0.5, 0.7)),
         Knob(name="vllm_tensor_parallel_size", tier="neutral", values=(1, 2, 4, 8)),
         Knob(name="dtype", tier="approximate", values=("bfloat16",), memory_ascending=True),
     )

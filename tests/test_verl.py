@@ -336,6 +336,11 @@ def test_verls_critic_takes_no_deprecated_micro_batch(tmp_path: Path) -> None:
     assert [line for line in explain(tmp_path / "run.sh").wrong if line.startswith(f"{key}_per_gpu must be set")]
 
 
+def test_a_null_of_a_script_is_said_for_certain(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(script({**QWEN, f"{ACTOR}.ppo_micro_batch_size_per_gpu": "null"}))
+    assert any("ppo_micro_batch_size_per_gpu must be set" in line for line in explain(tmp_path / "run.sh").wrong)
+
+
 SIMULATED = [
     ({"actor_rollout_ref.model.enable_activation_offload": True}, "which needs at least as many bytes"),
     ({**PPO, "critic.model.enable_activation_offload": True}, "critic.model.enable_activation_offload is simulated as"),
@@ -708,6 +713,15 @@ def test_a_search_takes_one_sample_of_a_prompt_where_the_recipe_has_one() -> Non
     assert len(list(islice(space_of(rollout_n=1).candidates(), 2))) == 2
     pairs = space_of(rollout_n=2)
     assert {pairs.params(c).get("rollout_n", 2) for c in pairs.candidates()} == {2}
+
+
+def test_a_share_in_which_vllm_does_not_start_rules_no_larger_one_out() -> None:
+    space = space_of(gpu_memory_utilization=0.2)
+    place = [knob.name for knob in space.knobs].index("gpu_memory_utilization")
+    first = next(iter(space.candidates()))
+    other = replace(first, values=(*first.values[:place], 0.5, *first.values[place + 1 :]))
+    assert first.values[place] != 0.5
+    assert not space.needs_no_less(other, first)
 
 
 def test_micro_batches_of_samples_have_no_budget_to_vary() -> None:

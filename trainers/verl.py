@@ -120,7 +120,8 @@ class VerlLoop(Loop):
         served = weights_bytes(inner(model)) // tensor + adapter_bytes(decoder, rank=adapters, ranks=tensor)
         return VllmEngine(
             spec=gpu.spec, costs=gpu.clock.costs, decoder=decoder, weights_bytes=served,
-            utilization=settings.gpu_memory_utilization,
+            utilization=settings.gpu_memory_utilization, share_key="actor_rollout_ref.rollout.gpu_memory_utilization",
+            length_key="actor_rollout_ref.rollout.max_model_len",
             longest=int(settings.max_model_len or getattr(config, "max_position_embeddings", None) or settings.tokens),
             most_sequences=settings.max_num_seqs, ranks=tensor, batched_tokens=settings.max_num_batched_tokens,
             eager=settings.enforce_eager, sleeps=settings.free_cache_engine, lora_rank=adapters,

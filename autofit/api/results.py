@@ -81,14 +81,15 @@ class SearchResult(Shown):
         rule, base, best = record.rule, baseline(trials), winner(trials, **record.rule)
         kept = of_winner(record.sensitivity, best)
         probed = [t.result for t in trials if t.result is not None]
+        told = next((one for one in probed if one.device_name), probed[0] if probed else None)
         rows = {t.number: TrialResult.of(t, base, limit_bytes=rule["target_bytes"]) for t in trials}
         front, ahead = common_front(trials, record.points_ahead)
         by_status = {str(s): sum(t.status is s for t in trials) for s in ProbeStatus}
         return cls(
             study=study, folder=folder, original=record.resolved, target_bytes=record.target_bytes,
-            device=probed[0].device if probed else None,
-            device_name=record.card or (probed[0].device_name if probed else ""),
-            fidelity=probed[0].fidelity if probed else "measured",
+            device=None if told is None else told.device,
+            device_name=record.card or ("" if told is None else told.device_name),
+            fidelity="measured" if told is None else told.fidelity,
             trials=tuple(rows.values()), front=tuple(rows[t.number] for t in _with_winner(front, best)),
             foreseen=tuple(ahead),
             winner=None if best is None else rows[best.number], baseline=None if base is None else rows[base.number],

@@ -114,17 +114,18 @@ class Levers:
     def quicker(self, name: str) -> tuple[Value, ...]:
         """The value of a knob to try for its speed: () where there is none.
 
-        Of numbers in the order of their memory the next larger one, as less memory is seldom faster; of other whole
-        numbers the nearest below the recipe's own, else above it.
+        Of numbers in the order of their memory, and of a share of the card, the next larger one, as less memory is
+        seldom faster; of other whole numbers the nearest below the recipe's own, else above it.
         """
         own, others = self.own[name], self.others(name)
         numbers = [v for v in (own, *others) if isinstance(v, int | float) and not isinstance(v, bool)]
         knob, whole = self._listed[name][0], all(isinstance(number, int) for number in numbers)
-        if len(numbers) <= len(others) or not (knob.memory_ascending or whole):
+        rising = knob.memory_ascending or knob.traits.less == "lower"
+        if len(numbers) <= len(others) or not (rising or whole):
             return others[:1]
         above = sorted(number for number in numbers if number > numbers[0])
         below = sorted((number for number in numbers if number < numbers[0]), reverse=True)
-        return tuple(above[:1] if knob.memory_ascending else (below + above)[:1])
+        return tuple(above[:1] if rising else (below + above)[:1])
 
     def larger(self, name: str) -> tuple[int, ...]:
         """The larger values of the micro-batch or the rollout, valid by themselves, in ascending order."""

@@ -230,7 +230,7 @@ def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
     for command in _trainings(text):
         said = _overrides(command)
         for key, value in said.items():
-            if value is None or command.conditional or found.get(key, value) != value:
+            if value == UNSURE or command.conditional or found.get(key, value) != value:
                 unread[key] = None
             else:
                 found[key] = value
@@ -255,7 +255,7 @@ def likely_overrides(text: str) -> dict[str, object]:
     trainings = list(_trainings(text, likely=True))
     for command in [each for each in trainings if not each.conditional] or trainings[:1]:
         for key, value in _overrides(command, folders=True).items():
-            perhaps.setdefault(key, value)
+            perhaps.setdefault(key, None if value == UNSURE else value)
     return {key: perhaps[key] for key in overrides(text)[1] if key in perhaps}
 
 
@@ -272,7 +272,7 @@ def _trainings(text: str, *, likely: bool = False) -> Iterator[Command]:
 
 
 def _overrides(command: Command, *, folders: bool = False) -> dict[str, object]:
-    """{key: value} of a command, the last one where a key is given twice; None for what is not certain, and null.
+    """{key: value} of a command, the last one where a key is given twice; UNSURE for what is not certain.
 
     With `folders` a model's path is at least the name of its folder.
     """
@@ -285,12 +285,12 @@ def _overrides(command: Command, *, folders: bool = False) -> dict[str, object]:
             key, value = found[1] or found[2], found[3]
             if folders and key.endswith(MODEL_PATH):
                 value = value.rpartition("/")[2] if OPEN in value else value
-            said[key] = None if OPEN in value else _parsed(value)
+            said[key] = UNSURE if OPEN in value else _parsed(value)
     return said
 
 
 def _parsed(value: str) -> object:
-    """The value as YAML has it; hydra's null is None here as well, and counts as not certain."""
+    """The value as YAML has it; hydra's null is None here as well."""
     try:
         return parse_yaml(value)
     except ConfigError:

@@ -56,18 +56,21 @@ def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
 def made_again(part: Part, head: str) -> str:
     """Run one part and keep its figures; what happened, in a line."""
     began, longest_s = time.monotonic(), 60 * _LONGEST * part.minutes
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+    log = Path(tempfile.gettempdir()) / f"acceptance-{part.name.replace(' ', '-')}.log"
+    with log.open("wb") as file:
         environment = {**os.environ, "PYTHONPATH": str(page.ROOT), "HF_HUB_OFFLINE": "1"}
         try:
             done = subprocess.run(
-                part.command, cwd=page.ROOT, env=environment, stdout=log, stderr=log, timeout=longest_s
+                part.command, cwd=page.ROOT, env=environment, stdout=file, stderr=file, timeout=longest_s
             )
         except subprocess.TimeoutExpired:
-            return f"given up after {longest_s:.0f} s"
-        if done.returncode:
-            lines = Path(log.name).read_text(encoding="utf-8", errors="replace").splitlines() or ["it said nothing"]
-            needs = f" (it needs {part.needs})" if part.needs else ""
-            return f"failed with exit code {done.returncode}{needs}: {lines[-1]}"
+            return f"given up after {longest_s:.0f} s; what it said is in {log}"
+    if done.returncode:
+        said = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+        needs = f" (it needs {part.needs})" if part.needs else ""
+        return f"failed with exit code {done.returncode}{needs}: {last} (all that it said: {log})"
+    log.unlink()
     runs = page.made()
     before = runs.get(part.name, {}).get("figures") or []
     runs[part.name] = {

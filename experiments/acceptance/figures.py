@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.accuracy import table as accuracy_table
 from experiments.accuracy.rows import SETS
@@ -15,7 +16,7 @@ from experiments.field import table as field_table
 from experiments.field.threads import read_threads
 from experiments.peers import table as peers_table
 from experiments.peers.peers import PEERS
-from experiments.peers.rows import read_rows
+from experiments.peers.rows import Row, read_rows
 
 EXPERIMENTS = Path(__file__).parents[1]
 MEASURED_AGAIN = "litgpt_a10g"  # the set of experiments/accuracy whose program the acceptance runs
@@ -107,21 +108,58 @@ def efficiency_figures() -> list[Figure]:
 
 
 def peer_figures() -> list[Figure]:
-    """The median error of each estimator's bytes on the rows that it can say, and autofit's on the same rows."""
+    """The median error of each estimator's bytes on the rows that it can say, and autofit's on them; then by set."""
     results, rows = _read("peers/results.json"), read_rows()
-    found = []
-    for peer in (peer.name for peer in PEERS if not peer.name.startswith("autofit")):
-        pairs = [
-            (abs(theirs), abs(ours)) for row in rows
-            if (theirs := peers_table.error(row, results.get(row.name, {}).get(peer))) is not None
-            and (ours := peers_table.ours(row, results)) is not None
-        ]  # fmt: skip
-        if pairs:
-            theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
-            claim = f"{peer}: median error of its bytes, and autofit's on the same rows"
-            nearer = f"autofit nearer on {sum(a < b for b, a in pairs)} of {len(pairs)}"
-            found.append(Figure(claim, f"{theirs:.1%}, {ours:.1%}; {nearer}", "the smaller median", ours < theirs))
-    return found
+    sets = dict.fromkeys(row.set for row in rows)
+    by_set = [_nearest(name, [row for row in rows if row.set == name], results) for name in sets]
+    return [*(figure for peer in _others() if (figure := _beside(peer, rows, results))), *filter(None, by_set)]
+
+
+def _others() -> list[str]:
+    return [peer.name for peer in PEERS if not peer.name.startswith("autofit")]
+
+
+class _Sizes(NamedTuple):
+    """Sizes of the errors of one row: an estimator's, autofit's, autofit's with the measured program."""
+
+    theirs: float
+    ours: float
+    own: float | None
+
+
+def _pairs(peer: str, rows: Sequence[Row], results: peers_table.Results) -> list[_Sizes]:
+    """The sizes of each row that both have said."""
+    return [
+        _Sizes(abs(theirs), abs(ours), None if (own := peers_table.of_their_code(row)) is None else abs(own))
+        for row in rows
+        if (theirs := peers_table.error(row, results.get(row.name, {}).get(peer))) is not None
+        and (ours := peers_table.ours(row, results)) is not None
+    ]  # fmt: skip
+
+
+def _beside(peer: str, rows: Sequence[Row], results: peers_table.Results) -> Figure | None:
+    pairs = _pairs(peer, rows, results)
+    if not pairs:
+        return None
+    theirs = statistics.median(one.theirs for one in pairs)
+    ours = statistics.median(one.ours for one in pairs)
+    claim = f"{peer}: median error of its bytes, and autofit's on the same rows"
+    nearer = f"autofit nearer on {sum(one.ours < one.theirs for one in pairs)} of {len(pairs)}"
+    return Figure(claim, f"{theirs:.2%}, {ours:.2%}; {nearer}", "the smaller median", ours < theirs)
+
+
+def _nearest(name: str, rows: Sequence[Row], results: peers_table.Results) -> Figure | None:
+    """The estimator with the smallest median on the rows of a set, and autofit on the same rows."""
+    said = {peer: pairs for peer in _others() if len(pairs := _pairs(peer, rows, results)) > 1}
+    if not said:
+        return None
+    best = min(said, key=lambda peer: statistics.median(one.theirs for one in said[peer]))
+    theirs = statistics.median(one.theirs for one in said[best])
+    ours = statistics.median(one.ours for one in said[best])
+    own = [one.own for one in said[best] if one.own is not None]
+    told = f"; {statistics.median(own):.2%} with the measured program" if own else ""
+    found = f"{best} {theirs:.2%} on {len(said[best])} rows, autofit {ours:.2%}{told}"
+    return Figure(f"{name}: the nearest other estimator (at least two rows)", found, "5x nearer", 5 * ours <= theirs)
 
 
 def neutrality_figures() -> list[Figure]:

@@ -23,6 +23,8 @@ def store() -> Path:
 
 def checkout(measured: MeasuredSet, commit: str, source: Path | None) -> Path:
     """The project's files at a commit: a worktree of its clone, which is made once, or of a clone at `source`."""
+    if not measured.repository:
+        return store()  # the program is in the set's environment
     clone = source or store() / "clones" / measured.repository.replace("/", "--")
     if not clone.exists():
         clone.parent.mkdir(parents=True, exist_ok=True)

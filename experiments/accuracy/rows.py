@@ -12,7 +12,10 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSet:
-    """One project's measurements. `requirements` are installed over the packages of the current environment."""
+    """One project's measurements. `requirements` are installed over the packages of the current environment.
+
+    Where there is no `repository`, the program comes with one of these packages, and a row's commit is its version.
+    """
 
     name: str
     card: str
@@ -65,6 +68,13 @@ SETS = {
             repository="highwaterlabs/torch-preflight",
             requirements=("torchvision==0.28.0",),
             compared=("peak_allocated_bytes", "reserved_max_bytes"),
+        ),
+        MeasuredSet(
+            name="vramcalc_a6000",
+            card="a6000",
+            repository="",
+            requirements=("vramcalc==0.1.2", "transformers==4.57.6", "datasets==4.8.5"),  # later ones need a later hub
+            compared=("peak_allocated_bytes",),
         ),
     )
 }

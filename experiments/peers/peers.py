@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from experiments.accuracy import places
+from experiments.accuracy.rows import SETS
 from experiments.peers.rows import Row
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -65,6 +67,11 @@ def _needs(row: Row, *, lora: bool = True, full: bool = True, four_bits: bool = 
         raise CannotSayError("encoders")
 
 
+def _python(row: Row) -> str:
+    """The interpreter whose libraries are those that the row was measured with, where they are known to matter."""
+    return str(places.python(SETS[row.libraries])) if row.libraries else sys.executable
+
+
 # accelerate
 
 
@@ -106,7 +113,7 @@ def _deepspeed(row: Row, programs: str) -> list[str]:
 
 def _torch(row: Row, programs: str) -> list[str]:
     _needs(row, four_bits=False)
-    return [sys.executable, str(PROGRAMS / "mem_tracker.py"), "."]
+    return [_python(row), str(PROGRAMS / "mem_tracker.py"), "."]
 
 
 # AgileRL
@@ -316,7 +323,7 @@ def _estimate(row: Row, programs: str) -> list[str]:
 
 def _fit_check(row: Row, programs: str) -> list[str]:
     _needs(row, ranks=False, four_bits=False)
-    return [sys.executable, "-m", "autofit", "fit-check", "--gpu", row.card, "--steps", "3", "--json",
+    return [_python(row), "-m", "autofit", "fit-check", "--gpu", row.card, "--steps", "3", "--json",
             str(PROGRAMS / "loop.py"), "."]  # fmt: skip
 
 

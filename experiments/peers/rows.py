@@ -42,6 +42,8 @@ class Row:
 
     accumulation: int = 1  # micro-batches of a step: with 2 the gradients are there in the second's forward pass
     own_program: str = ""  # set:row of experiments/accuracy, where the measured project's own code was simulated
+    libraries: str = ""  # a set of experiments/accuracy, with whose versions a program of this row runs, else today's
+    cache: bool = False  # a forward pass keeps keys and values, as transformers does where nobody says use_cache=False
 
     @property
     def is_lora(self) -> bool:

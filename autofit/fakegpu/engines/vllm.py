@@ -290,10 +290,12 @@ class VllmEngine:
     served: int = 1  # ranks whose prompts a server gets
     copies: int = 1  # cards of a server, each with a copy of the model and its part of the prompts
     sync_s: float = 0.0  # seconds of one synchronisation of the weights
+    share_key: str = "vllm_gpu_memory_utilization"  # the user's names of `utilization` and `longest`
+    length_key: str = "vllm_max_model_length"
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise FakeGpuError(f"vllm_gpu_memory_utilization must be above 0 and at most 1; got {self.utilization}")
+            raise FakeGpuError(f"{self.share_key} must be above 0 and at most 1; got {self.utilization}")
 
     # ------------------------------------------------------------------ memory
     @property
@@ -360,9 +362,9 @@ class VllmEngine:
         share, weights, overhead, sequence = (f"{count / 1e9:.2f} GB" for count in parts)
         least = self.least_share
         raised = f"raise the share to {least:.2f}" if least <= 1 else "no share of this card is enough"
-        shorter = " or set a lower vllm_max_model_length" if self.blocks else ""
+        shorter = f" or set a lower {self.length_key}" if self.blocks else ""
         return (
-            f"vLLM's share of the card (vllm_gpu_memory_utilization={self.utilization}) is {share}: weights take "
+            f"vLLM's share of the card ({self.share_key}={self.utilization}) is {share}: weights take "
             f"{weights}, profiling and graphs {overhead}, and one sequence of {self.longest:,} tokens {sequence}; "
             f"{raised}{shorter} (vLLM says: No available memory for the cache blocks)"
         )

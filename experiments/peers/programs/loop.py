@@ -22,7 +22,7 @@ def told(folder: Path) -> SimpleNamespace:
 def built(row: SimpleNamespace, folder: Path) -> torch.nn.Module:
     """The model with its adapters, on no card yet."""
     config = AutoConfig.from_pretrained(folder / "model")
-    config.use_cache = False
+    config.use_cache = row.cache
     kind = AutoModelForCausalLM if row.task == "causal" else AutoModel
     dtype = torch.bfloat16 if row.precision == "bf16" else torch.float32
     attention = "sdpa" if row.attention == "flash_attention_2" else row.attention
