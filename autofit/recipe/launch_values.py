@@ -27,6 +27,15 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "deepspeed_moe_layer_cls_names", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
     ),
 }  # fmt: skip
+# Keys of an accelerate config (accelerate 1.10 to 1.15, ClusterConfig and process_config): it refuses a file with others.
+CONFIG_KEYS = (
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank",
+    "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
+    "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config",
+    "parallelism_config", "megatron_lm_config", "ipex_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config",
+    "dynamo_backend", "fp16",
+)  # fmt: skip
 SECTION_KEYS = {  # with the keys that are no flags, or flags that the recipe has for itself
     "fsdp_config": (*FLAGS["fsdp_config"], "fsdp_ignored_modules"),
     "deepspeed_config": (*FLAGS["deepspeed_config"], "gradient_accumulation_steps"),
