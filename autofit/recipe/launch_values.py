@@ -27,7 +27,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "deepspeed_moe_layer_cls_names", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
     ),
 }  # fmt: skip
-# Keys of an accelerate config (accelerate 1.10 to 1.15, ClusterConfig and process_config): it refuses a file with others.
+# Keys of an accelerate config (1.15: ClusterConfig, process_config; ipex_config of older ones): it refuses any other.
 CONFIG_KEYS = (
     "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank",
     "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
