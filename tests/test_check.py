@@ -22,6 +22,7 @@ from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError, Interrupted, told
 from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast import estimate
 from autofit.forecast.advice import Advice, Ending, advice_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import crash_of, step_of_longest
@@ -124,6 +125,18 @@ def test_a_predicted_winner_of_a_search_that_is_tight_says_so_and_how_to_search_
     words = told(tight_words(edge, CARD.capacity_bytes), lambda found: f"--{found.name} {found.value}")
     assert words.startswith("That is tight: up to 24.4")
     assert words.endswith("--headroom 1.5GB searches for what is safe.")
+
+
+def test_the_picture_is_in_the_order_of_a_step_in_the_pages_colours_and_names_stand_in_its_bars() -> None:
+    page = (Path(estimate.__file__).parents[1] / "web/page/page.css").read_text("utf-8")
+    assert all(colour in page for colour in estimate._COLOURS.values())
+    held = {"load": {"weights": 16 * GB}, "update": {"weights": 16 * GB, "gradients": 1}, "rollout": {"KV cache": GB}}
+    phases = tuple(replace(result(GB).phases[0], name=name) for name in held)
+    axes = estimate.phases_figure(replace(result(GB), phases=phases, categories=held), 20 * GB).axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["load", "rollout", "update"]
+    words = [text.get_text().strip() for text in axes.texts]
+    assert words == ["weights", "weights", "KV cache", "16.0", "1.0", "16.0", "limit 20.00 GB"]
+    assert axes.figure.legends == []
 
 
 def test_gaps_between_blocks_decide_where_the_live_tensors_alone_would_be_safe() -> None:
