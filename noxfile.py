@@ -5,7 +5,8 @@
 `nox -s compat` runs the simulation's tests on the oldest and the newest versions that it supports, `nox -s fresh` the
 README's two lines, each in a clean clone.
 
-`nox -s docs` builds the site of docs/, `nox -s outputs` runs the commands of its pages again.
+`nox -s docs` builds the site of docs/, `nox -s outputs` runs the commands of its pages again, `nox -s build` makes and
+checks the distributions of a release.
 """
 
 import os
@@ -98,6 +99,27 @@ def docs(session: nox.Session) -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     session.install(*extras["docs"])  # mkdocstrings reads the sources: autofit itself need not be installed
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build both distributions into dist/, check them as PyPI does, and start the command from its wheel alone."""
+    session.install("build", "twine")
+    made, lifted = Path("dist").absolute(), Path(session.create_tmp()) / "fakegpu-torch"
+    for folder in (made, lifted):
+        shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "fakegpu-torch/lift.py", str(lifted))
+    for project in (".", str(lifted)):
+        session.run("python", "-m", "build", "--outdir", str(made), project)
+    files = sorted(made.iterdir())
+    session.run("twine", "check", "--strict", *map(str, files))
+    tag = os.environ.get("GITHUB_REF_NAME", "")
+    if tag.startswith("v") and not all(f"-{tag[1:]}" in file.name for file in files):
+        session.error(f"the tag {tag} names another version than {', '.join(file.name for file in files)}")
+    wheel = next(file for file in files if file.match("autofit_llm-*.whl"))
+    session.install("pyyaml")  # all that --help imports of others
+    session.install("--no-deps", "--force-reinstall", str(wheel))
+    session.run("autofit", "--help", silent=True)
 
 
 @nox.session

@@ -195,3 +195,15 @@ def test_the_hook_checks_each_file_and_ends_with_the_worst_code(tmp_path: Path) 
     assert (tmp_path / "asked").read_text() == "check --gpu h100 -- large.yaml\ncheck --gpu h100 -- small.yaml\n"
     done = subprocess.run([*run, "large.yaml"], capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, "args" in done.stderr) == (2, True)
+
+
+def test_a_release_is_built_by_the_session_that_a_developer_runs_signed_and_uploaded_without_a_token() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "nox -s build" in jobs["build"]["steps"][2]["run"]
+    assert "def build(session" in (ROOT / "noxfile.py").read_text("utf-8")
+    tagged = "startsWith(github.ref, 'refs/tags/v')"  # started by hand, nothing is signed or published
+    (signed,) = (step for step in jobs["build"]["steps"] if "attest" in step.get("uses", ""))
+    assert (signed["if"], jobs["publish"]["if"], jobs["publish"]["needs"]) == (tagged, tagged, "build")
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "secrets." not in text

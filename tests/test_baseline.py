@@ -86,6 +86,9 @@ def test_settings_are_typed_by_yaml_and_the_last_of_a_key_counts() -> None:
     assert settings(given) == {
         "lora_r": 8, "bf16": False, "lora_target_modules": ["q_proj", "v_proj"], "beta": None, "run_name": "a=b",
     }  # fmt: skip
+    assert settings(["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]) == {  # as a verdict names it
+        "env.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"
+    }
     for wrong in ("lora_r", "=8", "lora_r=["):
         with pytest.raises(ConfigError, match="--set"):
             settings([wrong])

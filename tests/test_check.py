@@ -22,11 +22,12 @@ from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError, Interrupted, told
 from autofit.fakegpu.specs import gpu_spec
+from autofit.forecast import estimate
 from autofit.forecast.advice import Advice, Ending, advice_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import crash_of, step_of_longest
-from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes
-from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
+from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes, tight_words
+from autofit.probing.result import Fidelity, PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.trainers.common import real
 from autofit.trainers.sft import TRAINER as SFT
@@ -110,9 +111,32 @@ def test_a_fit_with_less_to_spare_than_the_error_is_tight_and_says_what_decides_
     _, decides, safe = map(str, edge.parts())
     assert decides == "What decides: the live tensors of the update, 22.97 GB with the CUDA context."
     assert safe.startswith("It is safe with 0.74 GB less, or where 24.4")
-    assert safe.endswith("anything else on the card may take 0.71 GB.")
+    assert safe.endswith("If the prediction is exact, 0.71 GB of the card stays free.")
     assert check(result(CARD.capacity_bytes * 94 // 100)).verdict == "tight"
     assert ended(edge, as_json=False) == DONE
+
+
+def test_a_predicted_winner_of_a_search_that_is_tight_says_so_and_how_to_search_for_what_is_safe() -> None:
+    roomy, edge = (
+        replace(result(nbytes), fidelity=Fidelity.PREDICTED) for nbytes in (10 * GB, CARD.capacity_bytes * 97 // 100)
+    )
+    assert tight_words(roomy, CARD.capacity_bytes) == ""
+    assert tight_words(replace(edge, fidelity=Fidelity.MEASURED), CARD.capacity_bytes) == ""
+    words = told(tight_words(edge, CARD.capacity_bytes), lambda found: f"--{found.name} {found.value}")
+    assert words.startswith("That is tight: up to 24.4")
+    assert words.endswith("--headroom 1.5GB searches for what is safe.")
+
+
+def test_the_picture_is_in_the_order_of_a_step_in_the_pages_colours_and_names_stand_in_its_bars() -> None:
+    page = (Path(estimate.__file__).parents[1] / "web/page/page.css").read_text("utf-8")
+    assert all(colour in page for colour in estimate._COLOURS.values())
+    held = {"load": {"weights": 16 * GB}, "update": {"weights": 16 * GB, "gradients": 1}, "rollout": {"KV cache": GB}}
+    phases = tuple(replace(result(GB).phases[0], name=name) for name in held)
+    axes = estimate.phases_figure(replace(result(GB), phases=phases, categories=held), 20 * GB).axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["load", "rollout", "update"]
+    words = [text.get_text().strip() for text in axes.texts]
+    assert words == ["weights", "weights", "KV cache", "16.0", "1.0", "16.0", "limit 20.00 GB"]
+    assert axes.figure.legends == []
 
 
 def test_gaps_between_blocks_decide_where_the_live_tensors_alone_would_be_safe() -> None:

@@ -17,10 +17,10 @@ from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import write_json
 from autofit.forecast import worker
-from autofit.forecast.composed import Made, Source, Workshop, changed_bytes
+from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.predictions import Structure, without
+from autofit.forecast.predictions import Shape, Structure, without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
@@ -238,6 +238,27 @@ def test_a_phase_that_only_one_setting_brings_changes_with_what_the_others_hold(
         found = {name: peak[0] for name, peak in added.items()}
         assert found == {"load": 4.0, "update+": 3.0, "rollout": 3.5, "wakes": 6.5}
         assert multiplied["wakes"][0] == 4.0
+
+
+def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_their_tokens() -> None:
+    """They grew as the recipe's own checkpointed ones did: 488 tokens more were told to fit where 46 do."""
+
+    class ByTokens(Law):
+        def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
+            tokens = values["B"] * (512 + values.get("C", 768.0 + 0 * values["B"]))
+            return {"update": 16e9 + 5e6 * self._activations * tokens}
+
+    own: Structure = (("gradient_checkpointing", True),)
+    other: Structure = (("gradient_checkpointing", False),)
+    made = {s: Made(model=cast(MassModel, ByTokens(dict(s))), layers=1) for s in (own, other)}
+    composer = Composer(
+        own=own, pairs={}, sketches=made, whole={own: made[own]}, completion=768, chunk=1, prompt_tokens=512
+    )
+    shapes = tuple(Shape(micro, 4, 1, completion, 0) for micro in (1, 8) for completion in (256, 768, 1536))
+    told = composer.told(other, shapes)
+    assert told is not None
+    assert told.source is Source.SKETCHED
+    assert told.live_bytes == pytest.approx([16e9 + 5e6 * s.micro * (512 + s.completion) for s in shapes])
 
 
 @pytest.mark.parametrize(

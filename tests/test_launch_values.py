@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.recipe.launch_keys import CONFIG_KEYS
 from autofit.recipe.launching import LaunchOptions, launched
 from autofit.recipe.profile import profile
 
@@ -95,6 +96,8 @@ def accelerate_refuses(keys: dict[str, object], folder: Path) -> bool:
         ({"mixed_precision": "bf17"}, "mixed_precision must be no, fp8, fp16 or bf16; got 'bf17'; the .* 'bf16"),
         ({"mixed_precision": False}, "got False; YAML reads no as false: write 'no', in quotes"),
         ({"gpu_ids": 0}, "gpu_ids must be text; got 0"),
+        ({"gradient_accumulation_steps": 4}, r"a\.yaml: unknown key 'gradient_accumulation_steps'; .* in the recipe"),
+        ({"num_procesess": 4}, "the nearest valid one is 'num_processes'"),
         ({"main_process_port": "abc"}, "main_process_port must be a whole number; got 'abc'"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment must be LOCAL_MACHINE"),
         ({"use_cpu": "maybe"}, "use_cpu must be true or false; got 'maybe'"),
@@ -114,6 +117,12 @@ def test_a_value_that_cannot_be_is_one_line_with_what_works(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, **config)
+
+
+def test_every_key_that_accelerate_takes_is_known() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    assert {*ClusterConfig.__dataclass_fields__} <= {*CONFIG_KEYS}
 
 
 def test_a_value_in_the_recipe_is_placed_there_and_one_in_a_json_file_there(tmp_path: Path) -> None:

@@ -113,6 +113,15 @@ def test_a_row_has_the_batch_of_its_ranks_and_the_table_shows_another_micro_batc
     assert text.count("the recipe as it is │") == 2
 
 
+def test_a_card_gets_the_largest_half_of_the_micro_batch_that_fits() -> None:
+    """One sample at a time is slow: 8B with LoRA cost twice as much on a 4090, which another card then undercut."""
+    sizes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    (row,) = offers(Cards(states=20 * GB), ["h100"], (1,), **sizes)
+    assert list(row.batch.values())[:2] == [8, 2]
+    (row,) = offers(Cards(states=20 * GB, activations_a_sample=20 * GB), ["h100"], (1,), **sizes)
+    assert list(row.batch.values())[:2] == [2, 8]
+
+
 def test_more_than_eight_cards_are_in_machines_of_eight() -> None:
     eight, sixteen = offers(Cards(), ["h100"], counts=(8, 16))
     assert [(row.words, row.machines) for row in (eight, sixteen)] == [("8 x h100", 1), ("2 x 8 x h100", 2)]

@@ -73,6 +73,7 @@ def test_a_variable_keeps_its_type_and_changes_are_laid_over_the_file() -> None:
     ("content", "words"),
     [
         ({}, "stages must be a mapping"),
+        ({"stage": {"a": {"values": {}}}}, "the file has no key 'stage'; the nearest valid one is 'stages'"),
         ({"stages": {"a": {}}}, "stage a needs either recipe .* or values .* neither"),
         ({"stages": {"a": {"values": {}, "recipe": "b.yaml"}}}, "it has recipe and values"),
         ({"stages": {"a": {"recipe": "nowhere.yaml"}}}, "stage a: the recipe nowhere.yaml does not exist"),

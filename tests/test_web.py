@@ -905,6 +905,10 @@ def test_every_answer_is_in_whole_sentences_and_as_wide_as_a_phone() -> None:
         none: dict[str, object] = {"mends": [], "faster": [], "card": None, "lines": [], "ended_early": False}
         told = shown({"is": "advice", **none, "closest": closest})
         assert "The closest:\n\nneutral a: 1\n\ndoes not fit: it needs 78.4 GB" in told
+        words = "--use_peft true --activation_offloading true --dtype bfloat16 --gradient_accumulation_steps 2"
+        assert words in shown({"is": "advice", **none, "closest": {**closest, "words": words}})
+        heights = page.evaluate("[...document.querySelectorAll('.changes code span')].map((one) => one.offsetHeight)")
+        assert len(set(heights)) == 1, "an option is broken behind its hyphens"
         told = shown(EXPLAINED)
         assert "It cannot be simulated: Megatron is not simulated." in told
         told = shown(CARD)

@@ -11,6 +11,7 @@ from autofit.api.events import TrialResult
 from autofit.api.lower_tiers import Outside, outside_lines, outside_of
 from autofit.api.promoted import PromotedRun, promoted_runs
 from autofit.api.tables import Shown, front_table, margin_sentence, sensitivity_table, sentence
+from autofit.forecast.margin import tight_words
 from autofit.forecast.predictions import Cloud
 from autofit.frontends.writing import own_words
 from autofit.probing.result import Fidelity, ProbeStatus
@@ -56,6 +57,7 @@ class SearchResult(Shown):
     stop: Stop | None = None  # why the search ended; None in a report
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
+    tight: str = ""  # what a predicted winner may take where that is more than the target, in sentences
     rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
     relaxed: str = ""  # what a lower of the allowed tiers offers, where it is clearly faster
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
@@ -99,6 +101,7 @@ class SearchResult(Shown):
             counts={"asked": len(trials), **by_status, "screened": record.screened}, stop=stop,
             neighbours=None if kept is None else neighbours_of(kept), margin=None if kept is None else margin_of(kept),
             allow=record.allow, outside=outside_of(record.outside, best, record.allow), promoted=promoted,
+            tight=_tight(best, record.target_bytes),
             trainer=record.trainer, predicted=Cloud.from_json(record.predicted), proof=proof, card=record.card,
             own="" if best is None else own_words(record.foreign, best.yaml_changes), traits=record.traits,
             names=own_names(record.foreign), trains_on_data=record.trains_on_data,
@@ -140,6 +143,7 @@ class SearchResult(Shown):
             "relaxed": self.relaxed,
             "sensitivity": None if self.neighbours is None else [asdict(row) for row in self.neighbours],
             "margin": None if self.margin is None else asdict(self.margin),
+            "tight": bool(self.tight),
             "outside": [asdict(one) for one in self.outside],
             "promoted": [run.to_dict() for run in self.promoted],
         }
@@ -164,6 +168,7 @@ class SearchResult(Shown):
         sentences = [
             *(sentence(text) for text in self.reasons),
             f"{free}." if (free := self.margin_words(predicted=all_predicted)) else "",
+            self.tight,
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
@@ -212,6 +217,11 @@ def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
         trials, record.resolved, record.target_bytes, record.rule, allow=record.allow, names=own_names(record.foreign)
     )
     return [*found, last + predicted_note(trials, record)]
+
+
+def _tight(best: Trial | None, target_bytes: int | None) -> str:
+    result = None if best is None else best.result
+    return "" if result is None or target_bytes is None else tight_words(result, target_bytes)
 
 
 def neighbours_of(kept: Mapping[str, object]) -> tuple[Neighbour, ...]:

@@ -148,18 +148,22 @@ def dir_option(folder: Path) -> str:
 
 
 def settings(given: Sequence[str]) -> dict[str, object]:
-    """{key: value} of `--set key=value` options, each value read as YAML; of a key given twice the last one counts."""
+    """{key: value} of `--set key=value` options, each value read as YAML; of a key given twice the last one counts.
+
+    A name in capitals is a variable of the recipe's `env`, as verdicts and searches name it.
+    """
     from autofit.recipe.yaml_file import parse_yaml
 
     changes: dict[str, object] = {}
     for text in given:
         key, equals, value = text.partition("=")
-        if not equals or not key.strip():
+        key = key.strip()
+        if not equals or not key:
             raise ConfigError(f"--set takes key=value, for example --set lora_r=8; got {quoted(text)}")
         try:
-            changes[key.strip()] = parse_yaml(value)
+            changes[f"env.{key}" if key.isupper() and "." not in key else key] = parse_yaml(value)
         except ConfigError as error:
-            raise ConfigError(f"--set {printable(key.strip(), 80)}: {error}") from error
+            raise ConfigError(f"--set {printable(key, 80)}: {error}") from error
     return changes
 
 

@@ -319,8 +319,9 @@ class Composer:
         key = structure, shapes
         if key not in self._sketched:
             self._sketched[key] = Sketched.of(
-                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunk
-            )
+                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunk,
+                prompt=self.prompt_tokens,
+            )  # fmt: skip
         return self._sketched[key]
 
     def _parts(self, structure: Structure, shapes: tuple[Shape, ...]) -> Parts:

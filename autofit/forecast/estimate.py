@@ -240,24 +240,46 @@ def _before_the_update(result: ProbeResult) -> str:
     return f" ({name} {format_seconds(before_s)})"
 
 
+_COLOURS = {  # as the page of `autofit web` has them (web/page/page.css)
+    "weights": "#86b9ee", "gradients": "#f4b860", "optimizer": "#cfaeea", "activations": "#7fd6a4",
+    "logits": "#f59a96", "KV cache": "#6fd0d6", "temporaries": "#e9d86f", "workspace": "#d9bd97",
+}  # fmt: skip
+_INK, _OTHER, _LIMIT = "#1b1f24", "#b7c2b1", "#b3261e"
+_NAMED_FRAC = 0.04  # of the picture's height: a lower part of a bar has no room for its name
+
+
 def phases_figure(result: ProbeResult, capacity_bytes: int) -> "Figure":
-    """Stacked bars: allocated GB by category at each phase's peak, and the capacity as a line."""
+    """Stacked bars: allocated GB by category at each phase's peak, in the order of a step, and the capacity as a line.
+
+    Names stand in the bars, so that no legend is needed.
+    """
     from autofit.picture import Picture
 
     figure = Picture(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    names = [p.name for p in result.phases if p.name in result.categories]
+    named = [p.name for p in result.phases if p.name in result.categories]
+    names = sorted(named, key=lambda name: _PHASES.index(name) if name in _PHASES else len(_PHASES))
+    tops = [sum(result.categories[name].values()) / 1e9 for name in names]
+    limit, top = capacity_bytes / 1e9, max(tops, default=1.0)
+    height = 1.12 * (max(limit, top) if limit < 3 * top else top)
     below = [0.0] * len(names)
     for category in _categories(result.categories):
         heights = [result.categories[name].get(category, 0) / 1e9 for name in names]
-        axes.bar(names, heights, bottom=below, label=category)
+        axes.bar(names, heights, bottom=below, color=_COLOURS.get(category, _OTHER), edgecolor="white", linewidth=0.5)
+        for place, tall in enumerate(heights):
+            if tall > _NAMED_FRAC * height:
+                axes.text(place, below[place] + tall / 2, category, ha="center", va="center", fontsize=9, color=_INK)
         below = [b + h for b, h in zip(below, heights, strict=True)]
-    if capacity_bytes / 1e9 < 3 * max(below, default=1.0):
-        axes.axhline(capacity_bytes / 1e9, color="tab:red", linestyle="--", linewidth=1, label="capacity")
-    axes.set(
-        ylabel="allocated (GB)", title=f"{result.device_name}, {result.fidelity}; limit {format_bytes(capacity_bytes)}"
-    )
-    figure.legend(loc="outside right upper")
+    for place, each in enumerate(tops):
+        axes.text(place, each, f"{each:.1f}\n", ha="center", va="center", fontsize=9, color=_INK)
+    if limit < 3 * top:
+        axes.axhline(limit, color=_LIMIT, linestyle="--", linewidth=1)
+        words = f"limit {format_bytes(capacity_bytes)} "
+        axes.text(1.0, limit, words, color=_LIMIT, ha="right", va="bottom", fontsize=9,
+                  transform=axes.get_yaxis_transform())  # fmt: skip
+    axes.set(ylabel="GB allocated at the peak of a phase", ylim=(0, height))
+    axes.set_title(f"{result.device_name}, {result.fidelity}", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

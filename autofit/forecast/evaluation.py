@@ -163,16 +163,20 @@ class Sketched:
         return _held(self.peaks)
 
     @classmethod
-    def of(cls, model: MassModel, layers: int, shapes: tuple[Shape, ...], *, completion: int, chunk: int) -> "Sketched":
+    def of(
+        cls, model: MassModel, layers: int, shapes: tuple[Shape, ...], *, completion: int, chunk: int, prompt: int = 0
+    ) -> "Sketched":
         """A rollout of the sketch is `chunk` micro-batches, so rollouts are evaluated at a micro-batch of their size.
 
-        `completion` is that of the sketch, whatever the shapes say.
+        `completion` is that of the sketch, after the longest prompt of `prompt` tokens. Completions of another length
+        are evaluated at a micro-batch of as many tokens, whose bytes they hold; seconds stay those of the sketch.
         """
         steps = np.full(len(shapes), float(completion))
         micro = np.array([s.micro for s in shapes], float)
         generated = np.array([s.generated / chunk for s in shapes], float)
+        longer = np.array([(prompt + s.completion) / max(1, prompt + completion) for s in shapes])
         at_micro, at_rollout = (
-            (model.peaks({"B": b}, layers), model.seconds({"B": b}, layers, steps)) for b in (micro, generated)
+            (model.peaks({"B": longer * b}, layers), model.seconds({"B": b}, layers, steps)) for b in (micro, generated)
         )
         peaks, seconds = (
             {name: (at_rollout if plain(name) in _OF_ROLLOUT else at_micro)[which][name] for name in at_micro[which]}

@@ -7,9 +7,12 @@ better. The context of a card without a figure of its own is scaled from another
 (fakegpu/specs.py).
 """
 
+import math
+
+from autofit.errors import option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
-from autofit.probing.result import ProbeResult, ProbeStatus
+from autofit.probing.result import Fidelity, ProbeResult, ProbeStatus
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes
 
@@ -44,6 +47,20 @@ def is_tight(result: ProbeResult, capacity_bytes: int) -> bool:
 def is_safe(result: ProbeResult, capacity_bytes: int) -> bool:
     """Whether the recipe fits with room to spare."""
     return result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
+
+
+def tight_words(result: ProbeResult, capacity_bytes: int) -> str:
+    """What a predicted winner of a search may take where that is more than the target, and how to search for one that
+    may not; "" elsewhere.
+    """
+    if result.fidelity is not Fidelity.PREDICTED or not is_tight(result, capacity_bytes):
+        return ""
+    most = format_bytes(most_used_bytes(needed_bytes(result), result.device))
+    spare = f"{math.ceil((capacity_bytes - roomy_bytes(capacity_bytes, result.device)) / 1e8) / 10:.1f}GB"
+    return (
+        f"That is tight: up to {most} allowing for the largest error seen so far. {option('headroom', spare)} searches "
+        "for what is safe."
+    )
 
 
 # The zone between "fits" and "does not fit": how far a prediction may be off, what decides, and what makes it safe.
@@ -157,5 +174,5 @@ def _safe(result: ProbeResult, capacity_bytes: int) -> str:
     most = format_bytes(most_used_bytes(needed, result.device))
     return (
         f"It is safe with {format_bytes(less)} less, or where {most} may be used. "
-        f"As predicted, anything else on the card may take {format_bytes(capacity_bytes - needed)}."
+        f"If the prediction is exact, {format_bytes(capacity_bytes - needed)} of the card stays free."
     )

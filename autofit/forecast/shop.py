@@ -14,7 +14,7 @@ from itertools import groupby
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GpuSpec
-from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers
+from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers, number
 from autofit.forecast.margin import is_tight, shown_bytes
 from autofit.hardware.hardware import Device, card_needs
 from autofit.hardware.prices import Price
@@ -129,9 +129,19 @@ def _leaner(levers: Levers | None, base: Assignment) -> Iterator[Assignment]:
     if levers is None:
         return
     for names in (CHECKPOINTING, (MICRO,), (ROLLOUT,), (levers.space.keys.evaluation,)):
+        if names == (MICRO,):  # a smaller one is slower: the largest that fits is wanted
+            yield from ({**at, MICRO: half} for half in _halves(levers) if levers.candidate({**at, MICRO: half}))
         at = {**at, **{name: levers.strengths[name][-1] for name in names if name in levers.strengths}}
         if at and levers.candidate(at) is not None:
             yield at
+
+
+def _halves(levers: Levers) -> Iterator[int]:
+    """The recipe's micro-batch halved and halved again, down to two samples."""
+    half = number(levers.own.get(MICRO, 0)) // 2
+    while half > 1:
+        yield half
+        half //= 2
 
 
 def _undivided(levers: Levers | None, launch: Launch, at: Assignment) -> Iterator[Assignment]:

@@ -176,7 +176,7 @@ def _of_accelerate(launch: Launch, port: int) -> dict[str, str]:
                     args.deepspeed_fields_from_accelerate_config = ",".join(fields)
                     made = prepare_deepspeed_cmd_env(args)[1]
         except (ValueError, ConnectionError) as error:
-            text = " ".join(str(error).split())[:200]
+            text = " ".join(str(error).split())
             raise ConfigError(f"accelerate does not take this launch: {text}") from error
     return {key: value for key, value in made.items() if before.get(key) != value and key not in _NOT_OURS}
 

@@ -15,7 +15,13 @@ from typing import Literal, cast, get_args
 
 from autofit.errors import ConfigError, nearest, option, quoted
 from autofit.recipe.keys import LAUNCH, BatchKeys
-from autofit.recipe.launch_keys import DEEPSPEED_JSON, NOT_BESIDE_JSON, SHARDING_STRATEGIES, STATE_DICT_TYPES
+from autofit.recipe.launch_keys import (
+    CONFIG_KEYS,
+    DEEPSPEED_JSON,
+    NOT_BESIDE_JSON,
+    SHARDING_STRATEGIES,
+    STATE_DICT_TYPES,
+)
 from autofit.recipe.yaml_file import may_read, read_yaml_mapping
 
 Sharding = Literal["ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
@@ -345,6 +351,12 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
     config = read_yaml_mapping(path, what="accelerate config")
     if "distributed_type" not in config:
         raise ConfigError(f"the accelerate config {given}: distributed_type is missing, and accelerate refuses that")
+    for key in config:
+        if key not in CONFIG_KEYS:
+            raise ConfigError(
+                f"the accelerate config {given}: unknown key {quoted(key)}{nearest(str(key), CONFIG_KEYS)}; accelerate "
+                "refuses the file. The trainer's own keys belong in the recipe"
+            )
     if config["distributed_type"] in (False, None):  # NO without quotes, which accelerate takes too
         config["distributed_type"] = "NO"
     for key in ("num_processes", "num_machines"):  # accelerate takes them in quotes too

@@ -22,9 +22,10 @@ from autofit.recipe.yaml_file import may_read
 
 DEEPSPEED_JSON = "deepspeed_json"  # key of deepspeed_config: the content of the user's DeepSpeed JSON file
 
-CONFIG_KEYS = (  # of a file: ClusterConfig; process_config takes fp16 and dynamo_backend too
+CONFIG_KEYS = (  # of a file: ClusterConfig; process_config takes fp16 and dynamo_backend too; ipex_config is older
     "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type", "downcast_bf16",
     "dynamo_backend", "dynamo_config", "enable_cpu_affinity", "fp16", "fp8_config", "fsdp_config", "gpu_ids",
+    "ipex_config",
     "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config",
     "mixed_precision", "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend",
     "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",

@@ -142,9 +142,9 @@ class _Reader:
 
     def stages(self) -> tuple[Stage, ...]:
         """The stages, each after those that it uses."""
+        self._check_keys(self._content, (*_OF_PIPELINE, *OPTIONS), "the file")
         if not self._stages:
             return ()
-        self._check_keys(self._content, (*_OF_PIPELINE, *OPTIONS), "the file")
         self._check_names()
         common = self._options(self._content, "the file")
         found = {name: self._stage(name, given, common) for name, given in self._stages.items()}

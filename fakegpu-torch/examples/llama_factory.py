@@ -11,6 +11,8 @@ import yaml
 from fakegpu_torch import fake_gpu
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python llama_factory.py FILE.yaml [CARD]")
     file, card = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "rtx4090"
     ended = ""
     with fake_gpu(card) as gpu:

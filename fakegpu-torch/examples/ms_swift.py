@@ -9,6 +9,8 @@ import sys
 from fakegpu_torch import fake_gpu
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("usage: python ms_swift.py CARD sft|pt|rlhf [arguments of swift]")
     card, command, *words = sys.argv[1:]
     with fake_gpu(card) as gpu:
         from swift import pretrain_main, rlhf_main, sft_main

@@ -30,6 +30,8 @@ const gb = (bytes) => bytes === null || bytes === undefined ? "-"
 // A capital for a plain word; the name of a key, a file or a program stays as it is.
 const sentence = (text) => `${/^(?!verl\b)[a-z]+(?=[ ,:;]|$)/.test(text) ? text[0].toUpperCase() : text[0]}${text.slice(1)}.`;
 const prose = (text) => text.split("`").map((part, place) => place % 2 ? element("code", part) : part);
+// Options break between words: a browser also breaks within `--dtype`, behind its hyphens.
+const options = (words) => element("code", words.split(" ").flatMap((word, place) => [place ? " " : "", element("span", word)]));
 const usd = (value) => value === null ? "-" : `$${value.toFixed(2)}`;
 
 function seconds(value) {
@@ -318,7 +320,7 @@ function change(one) {
   if (one.tight) facts.push("little to spare");
   return element("li", [
     element("div", [
-      element("p", [element("span", one.tier, {class: "tag"}), " ", element("code", one.words)]),
+      element("p", [element("span", one.tier, {class: "tag"}), " ", options(one.words)]),
       element("p", facts.join(", ")),
       ...one.reasons.map((text) => element("p", text, {class: "small soft"})),
     ]),
