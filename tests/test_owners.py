@@ -11,7 +11,7 @@ import pytest
 from autofit import api
 from autofit.errors import ConfigError
 from autofit.files import check_is_own, make_own, other_writers, write_json
-from autofit.probing.launch import start_job
+from autofit.probing.launch import Attempts, start_job
 from autofit.tuning.storage import check_is_of, database_of, keep_storage, storage_option, use_storage
 
 URL = "postgresql://me@db.example/studies"
@@ -108,6 +108,13 @@ def test_the_folder_of_a_job_is_closed_whatever_the_umask(
     (shared / "old" / "job").mkdir(parents=True)
     start_job(shared / "old", print, "request.json", timeout_s=1)
     assert list(map(oct, modes)) == [oct(0o2700), oct(0o2700)]
+
+
+def test_the_folder_of_a_probe_is_closed_too_as_a_study_may_be_shown_with_all_that_is_in_it(
+    tmp_path: Path, group_writes: None
+) -> None:
+    folder = Attempts(home=tmp_path, name="trial-0000").new_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o2775, 0o777, 0o757])
