@@ -131,7 +131,7 @@ def test_a_secret_is_told_by_its_look_anywhere_in_a_recipe(name: str) -> None:
         ["studies", "--storage", "postgresql://me:secretpw/@h:x/d"], ["studies", "--storage", "postgresql://me:secretpw@"],
         ["studies", "--storage", "mysql://me:secretpw@h/d"], ["jobs", "tail", "x://me:secretpw@h"],
         ["search", "--set", "env.KEY=[secretpw"], ["search", "--storage=postgres:secretpw"],
-        ["report", "--dir", "gone", "postgresql://me:secretpw@h/d"], ["search", "https://me:secretpw@h/run.yaml"],
+        ["report", "--dir", "gone", "postgresql://me:secretpw@h/d"], ["explain", "https://me:secretpw@h/run.yaml"],
         ["sync", "--dir", "https://me:secretpw@h/x"], ["search", "--target-vram", f"https://me:secretpw{'x' * 99}@h"],
     ],
 )  # fmt: skip
