@@ -51,7 +51,7 @@ def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") 
         os.close(handle)
         raise ConfigError(f"must be {what}, and is {kind_of(found.st_mode)}")
     with os.fdopen(handle, "rb") as file:
-        content = file.read() if most is None else file.read(most + 1)
+        content = (file.read() if most is None else file.read(most + 1)) or b""  # None where a read would wait
     if most is not None and len(content) > most:
         raise ConfigError(f"must have at most {most // 1024} KiB")
     return content, found
