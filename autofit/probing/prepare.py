@@ -82,7 +82,7 @@ def prepare(
         raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
     if "error" in answer:
         kind = UnknownKeyError if answer.get("of_key") else ConfigError
-        said = in_own_names(source.foreign, str(answer["error"]))
+        said = in_own_names(source.foreign, str(answer["error"])) + (last_words(log) if answer.get("printed") else "")
         raise kind(said if answer.get("of_trainer") else f"{source.what}: {said}")
     facts = Facts.from_json(answer)
     missing = [key for key in facts.keys.to_json().values() if key is not None and key not in facts.resolved]
