@@ -55,10 +55,11 @@ def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") 
     if not stat.S_ISREG(found.st_mode):
         os.close(handle)
         raise ConfigError(f"must be {what}, and is {kind_of(found.st_mode)}")
+    limit = float("inf") if most is None else most
     with os.fdopen(handle, "rb") as file:
-        content = (file.read() if most is None else file.read(most + 1)) or b""  # None where a read would wait
-    if most is not None and len(content) > most:
-        raise ConfigError(f"must have at most {most // 1024} KiB")
+        content = b"" if found.st_size > limit else file.read(-1 if most is None else most + 1) or b""  # it may wait
+    if max(found.st_size, len(content)) > limit:
+        raise ConfigError(f"must have at most {limit // 1024:.0f} KiB")
     return content, found
 
 
