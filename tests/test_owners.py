@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from autofit import api
+from autofit.cluster.executor import read_executor
 from autofit.errors import ConfigError
 from autofit.files import check_is_own, make_own, other_writers, write_json
 from autofit.probing.launch import Attempts, start_job
@@ -137,3 +138,21 @@ def test_root_is_told_whose_folder_it_works_in(tmp_path: Path) -> None:
     check_is_own(tmp_path, say=said.append)
     assert len(said) == 1
     assert "that user can run code as root" in said[0]
+
+
+@pytest.mark.parametrize("case", ["mine", "of the folder's owner", "of another", "for the group", "for all"])
+@as_root
+def test_an_executor_file_that_another_user_may_have_put_there_is_not_followed(case: str, tmp_path: Path) -> None:
+    """Nobody names it: in a folder that several people write to, one of them could run code as each other one."""
+    file = tmp_path / "executor.yaml"
+    file.write_text("partition: gpu\n")
+    os.chown(file, STRANGER if "of" in case.split() else 0, THEIR_GROUP)
+    file.chmod({"for the group": 0o664, "for all": 0o646}.get(case, 0o644))
+    if case == "of the folder's owner":
+        os.chown(tmp_path, STRANGER, THEIR_GROUP)
+    if case in ("mine", "of the folder's owner"):
+        assert read_executor(None, {}, tmp_path).partition == "gpu"
+        return
+    fix = "copy of your own" if case == "of another" else "chmod go-w"
+    with pytest.raises(ConfigError, match=rf"its setup runs as you; .*{fix}"):
+        read_executor(None, {}, tmp_path)
