@@ -197,12 +197,12 @@ def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float)
         own.mkdir(parents=True, exist_ok=True)
         first, began = results.next_of(name, seed), time.monotonic()
         found = _told(partial(attacks[name], own, _ONCE.get(name, _KILLS_ONCE), first, until))
-        if found.tried:  # what is made first may take all of the time
+        if found.tried.total():  # what is made first may take all of the time
             results.add(Result(
-            kind=name, seed=seed, first=first, tried=found.tried.total(), refused=found.refused,
-            wrong=dict(found.times_wrong), smallest=found.wrong, seconds=round(time.monotonic() - began, 1),
-            slowest_s=round(found.slowest_s, 1), date=today(), commit=at,
-        ))  # fmt: skip
+                kind=name, seed=seed, first=first, tried=found.tried.total(), refused=found.refused,
+                wrong=dict(found.times_wrong), smallest=found.wrong, seconds=round(time.monotonic() - began, 1),
+                slowest_s=round(found.slowest_s, 1), date=today(), commit=at,
+            ))  # fmt: skip
         wrong += found.times_wrong.total()
         part += 1
         if not stays:
