@@ -11,17 +11,20 @@ import grp
 import json
 import os
 import pwd
+import re
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, cast
 
 from autofit.errors import ConfigError, EnvironmentFault, option
 
 _LAST_BYTES = 4096  # of a log, which hold its last line
+_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")  # of Python; the next line is its source, indented
 
 
 class TornFile(EnvironmentFault, ValueError):
@@ -32,12 +35,14 @@ class TornFile(EnvironmentFault, ValueError):
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not blank; "" without one, or without a log that can be read."""
+    """The last line of a log that is neither blank nor a warning; "" without one, or where it cannot be read."""
     try:
         said = log.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(said) if line.strip()), "")
+    told = [line.strip() for before, line in pairwise(["", *said])
+            if not _WARNING.match(line) and not (line.startswith("  ") and _WARNING.match(before))]  # fmt: skip
+    return next(filter(None, reversed(told)), "")
 
 
 def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") -> tuple[bytes, os.stat_result]:
@@ -50,10 +55,11 @@ def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") 
     if not stat.S_ISREG(found.st_mode):
         os.close(handle)
         raise ConfigError(f"must be {what}, and is {kind_of(found.st_mode)}")
+    limit = float("inf") if most is None else most
     with os.fdopen(handle, "rb") as file:
-        content = file.read() if most is None else file.read(most + 1)
-    if most is not None and len(content) > most:
-        raise ConfigError(f"must have at most {most // 1024} KiB")
+        content = b"" if found.st_size > limit else file.read(-1 if most is None else most + 1) or b""  # it may wait
+    if max(found.st_size, len(content)) > limit:
+        raise ConfigError(f"must have at most {limit // 1024:.0f} KiB")
     return content, found
 
 

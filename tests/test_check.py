@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import command_line
 import pytest
@@ -22,12 +23,13 @@ from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError, Interrupted, told
 from autofit.fakegpu.specs import gpu_spec
+from autofit.files import write_json
 from autofit.forecast import estimate
 from autofit.forecast.advice import Advice, Ending, advice_lines
 from autofit.forecast.change import Change
-from autofit.forecast.estimate import crash_of, step_of_longest
+from autofit.forecast.estimate import Estimator, crash_of, step_of_longest
 from autofit.forecast.margin import is_tight, most_used_bytes, roomy_bytes, tight_words
-from autofit.probing.result import Fidelity, PhasePeak, ProbeResult, ProbeStatus
+from autofit.probing.result import Cause, Fidelity, PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.trainers.common import real
 from autofit.trainers.sft import TRAINER as SFT
@@ -372,3 +374,29 @@ def test_a_stream_has_an_object_a_line_the_verdict_before_advice_and_the_whole_a
     assert lines[0] == {"is": "note", "label": "card", "text": "a100 simulated"}
     assert (lines[1]["verdict"], lines[1]["change"]) == ("does not fit", None)
     assert lines[-1] == json.loads(json.dumps(whole.to_dict()))
+
+
+def test_a_simulation_that_ends_early_says_what_it_printed_last_and_names_no_log_that_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {Cause.EXITED: "exited with code 3 during scoring; see {}", Cause.RAISED: "No (during scoring; see {})"}
+    cause = Cause.EXITED
+
+    def ends(request_path: str) -> None:
+        log = Path(request_path).with_name("probe.log")
+        log.write_text("no licence\n")
+        failed = ProbeResult(
+            status=ProbeStatus.FAILED, device="sim:a10g", reason=reasons[cause].format(log), cause=cause
+        )
+        write_json(log.with_name("answer.json"), failed.to_json())
+
+    monkeypatch.setattr("autofit.forecast.estimate.run_probe", ends)
+    recipe: Any = SimpleNamespace(trainer="sft", values={}, named_hash=None)
+    server: Any = SimpleNamespace(socket_path=None)
+    estimator = Estimator(
+        recipe=recipe, device="sim:a10g", capacity_bytes=GB, folder=tmp_path, worst_case=tmp_path, server=server,
+        deadline_s=1.0,
+    )  # fmt: skip
+    assert estimator.probe({}).reason == "exited with code 3 during scoring; it printed last: no licence"
+    cause = Cause.RAISED
+    assert estimator.probe({}).reason == "No (during scoring)"

@@ -9,6 +9,7 @@ import pytest
 from autofit.cli import main
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.files import TornFile, cannot_write, read_json, regular_bytes, write_atomically
+from autofit.frontends.command import script_text
 from autofit.recipe.launch import Launch
 from autofit.recipe.launch_keys import read_deepspeed_file
 from autofit.tuning.storage import database_of, use_storage
@@ -66,6 +67,14 @@ def test_a_flood_is_not_read(tmp_path: Path) -> None:
         database_of(tmp_path)
     with pytest.raises(ConfigError, match="at most"):
         read_deepspeed_file(str(flood))
+    with pytest.raises(ConfigError, match="flood must have at most 128 KiB"):
+        script_text(flood)
+
+
+def test_a_script_that_never_begins_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.sh")
+    with pytest.raises(ConfigError, match=r"train\.sh must be a file, and is a pipe"):
+        script_text(tmp_path / "train.sh")
 
 
 def test_a_file_of_our_own_that_became_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:

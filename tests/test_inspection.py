@@ -24,7 +24,8 @@ TRAINER = Own()
 ENDS = {
     'sys.exit("set MY_KEY first")': "set MY_KEY first", "raise KeyboardInterrupt": "KeyboardInterrupt",
     'print("set MY_KEY first"); os._exit(3)': "exit code 3, .*; it printed last: set MY_KEY first",
-    "os.kill(os.getpid(), signal.SIGSEGV)": r"crashed its process \(SIGSEGV\)",
+    'print("set MY_KEY first", file=sys.stderr); sys.exit(1)': r"by sys.exit\(1\).*; it printed last: set MY_KEY first",
+    "import warnings; warnings.warn('x'); os.kill(os.getpid(), signal.SIGSEGV)": r"crashed its process \(SIGSEGV\)$",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from autofit.probing.supervise import note_of
 from autofit.promotion.place import check_found, missing, working_folder
 from autofit.promotion.promotion import Promotion
 from autofit.tracking.runs import client, experiment_id
+from autofit.tuning.record import keep_record, record_of
+from autofit.tuning.study import load_study
 
 RECIPE = {
     "dataset_name": "data", "reward_funcs": ["rewards.exact"], "model_name_or_path": "org/model",
@@ -109,6 +112,25 @@ def test_what_of_a_moved_study_is_not_there_is_said_by_name(project: Path, tmp_p
     (project / "data" / "train.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"needs rewards\.exact \(reward_funcs\), data/train\.jsonl \(datasets\)"):
         check_found(RECIPE, project, searched_from=tmp_path / "old")
+
+
+def test_a_stage_of_a_moved_pipeline_trains_from_the_model_of_the_stage_before_it_where_that_is_now(
+    tmp_path: Path,
+) -> None:
+    search_driver.made(tmp_path / "old", 1)
+    model = "promoted/p-first-trial-0/merged"
+    (tmp_path / "old" / model).mkdir(parents=True)
+    recipe = {
+        "model_name_or_path": str(tmp_path / "old" / model),
+        "reward_funcs": [str(tmp_path / "old" / model), "a.b"],
+    }
+    study = load_study(tmp_path / "old", "law")
+    keep_record(study, replace(record_of(study), values=recipe, resolved=recipe))
+    assert record_of(load_study(tmp_path / "old", "law")).values == recipe
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    here = str(tmp_path / "new" / model)
+    found = record_of(load_study(tmp_path / "new", "law"))
+    assert found.values == found.resolved == {"model_name_or_path": here, "reward_funcs": [here, "a.b"]}
 
 
 def test_the_job_of_the_original_is_not_that_of_its_copy(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from autofit import api
+from autofit.cluster.scheduler import read_executor
 from autofit.errors import ConfigError
 from autofit.files import check_is_own, make_own, other_writers, write_json
-from autofit.probing.launch import start_job
+from autofit.probing.launch import Attempts, start_job
 from autofit.tuning.storage import check_is_of, database_of, keep_storage, storage_option, use_storage
 
 URL = "postgresql://me@db.example/studies"
@@ -110,6 +111,13 @@ def test_the_folder_of_a_job_is_closed_whatever_the_umask(
     assert list(map(oct, modes)) == [oct(0o2700), oct(0o2700)]
 
 
+def test_the_folder_of_a_probe_is_closed_too_as_a_study_may_be_shown_with_all_that_is_in_it(
+    tmp_path: Path, group_writes: None
+) -> None:
+    folder = Attempts(home=tmp_path, name="trial-0000").new_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 @pytest.mark.parametrize("mode", [0o2775, 0o777, 0o757])
 def test_a_folder_of_studies_that_others_may_write_is_refused(mode: int, tmp_path: Path) -> None:
     folder = tmp_path / "studies"
@@ -130,3 +138,21 @@ def test_root_is_told_whose_folder_it_works_in(tmp_path: Path) -> None:
     check_is_own(tmp_path, say=said.append)
     assert len(said) == 1
     assert "that user can run code as root" in said[0]
+
+
+@pytest.mark.parametrize("case", ["mine", "of the folder's owner", "of another", "for the group", "for all"])
+@as_root
+def test_an_executor_file_that_another_user_may_have_put_there_is_not_followed(case: str, tmp_path: Path) -> None:
+    """Nobody names it: in a folder that several people write to, one of them could run code as each other one."""
+    file = tmp_path / "executor.yaml"
+    file.write_text("partition: gpu\n")
+    os.chown(file, STRANGER if "of" in case.split() else 0, THEIR_GROUP)
+    file.chmod({"for the group": 0o664, "for all": 0o646}.get(case, 0o644))
+    if case == "of the folder's owner":
+        os.chown(tmp_path, STRANGER, THEIR_GROUP)
+    if case in ("mine", "of the folder's owner"):
+        assert read_executor(None, {}, tmp_path).partition == "gpu"
+        return
+    fix = "copy of your own" if case == "of another" else "chmod go-w"
+    with pytest.raises(ConfigError, match=rf"its setup runs as you; .*{fix}"):
+        read_executor(None, {}, tmp_path)

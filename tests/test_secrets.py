@@ -131,7 +131,8 @@ def test_a_secret_is_told_by_its_look_anywhere_in_a_recipe(name: str) -> None:
         ["studies", "--storage", "postgresql://me:secretpw/@h:x/d"], ["studies", "--storage", "postgresql://me:secretpw@"],
         ["studies", "--storage", "mysql://me:secretpw@h/d"], ["jobs", "tail", "x://me:secretpw@h"],
         ["search", "--set", "env.KEY=[secretpw"], ["search", "--storage=postgres:secretpw"],
-        ["report", "--dir", "gone", "postgresql://me:secretpw@h/d"],
+        ["report", "--dir", "gone", "postgresql://me:secretpw@h/d"], ["explain", "https://me:secretpw@h/run.yaml"],
+        ["sync", "--dir", "https://me:secretpw@h/x"], ["search", "--target-vram", f"https://me:secretpw{'x' * 99}@h"],
     ],
 )  # fmt: skip
 def test_no_error_of_the_command_line_shows_a_password(
@@ -141,6 +142,11 @@ def test_no_error_of_the_command_line_shows_a_password(
     monkeypatch.setenv("AUTOFIT_STORAGE", "")  # the command line sets it
     assert main(arguments) == 2
     assert "secretpw" not in "".join(capsys.readouterr())
+
+
+def test_a_port_is_no_password() -> None:
+    text = "nothing answers at http://localhost:8080/a... (80 characters), nor at https:/h:80/x"
+    assert without_secrets(text) == text
 
 
 def test_the_files_are_the_users_own() -> None:

@@ -194,6 +194,25 @@ def test_a_stage_whose_trained_model_was_deleted_is_not_done(tmp_path: Path) -> 
         State.read(tmp_path, "p")
 
 
+def test_a_moved_or_copied_pipeline_finds_its_models_where_they_are_and_trains_nothing_again(tmp_path: Path) -> None:
+    state = State.read(tmp_path / "old", "p")
+    state.keep("a", KnownStage(inputs=inputs_of(Stage(name="a", values={}), "sft", {}), study="s", trial=2))
+    home = state.home("a")
+    (home / "output").mkdir(parents=True)
+    write_json(home / "request.json", {"folder": str(home)})
+    write_json(home / "final.json", {"output_dir": str(home / "output"), "steps": 3})
+    made = state.run("a")
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    copied = State.read(tmp_path / "copy", "p").run("a")
+    assert made is not None
+    assert copied is not None
+    assert (made.model, copied.model) == (
+        home / "output",
+        tmp_path / "copy" / (home / "output").relative_to(tmp_path / "old"),
+    )
+    assert made.number == copied.number
+
+
 def two_stages(rate: float) -> Pipeline:
     grpo = {"model_name_or_path": "${sft}", "reward_funcs": ["a.b"]}
     return of(sft={"trainer": "sft", "values": {"learning_rate": rate}}, grpo={"values": grpo})

@@ -238,7 +238,8 @@ class _Run:
             study = open_study(plan)
             mirroring = mirroring and mlflow_follows()
             follower = stack.enter_context(following(plan.folder, study, say=self._note)) if mirroring else None
-            private_folder(plan.folder / "probes")
+            for folder in (plan.folder / "probes", plan.probes_folder):
+                private_folder(folder)
             keep_worst_case(planned.scratch, plan.probes_folder)
             drop(planned.scratch)
             self._note(

@@ -8,6 +8,7 @@ import importlib
 import os
 import platform
 import re
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from autofit.errors import ConfigError, nearest, option, printable, quoted
+from autofit.files import other_writers
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.units import parse_seconds
 
@@ -102,6 +104,7 @@ def read_executor(kind: str | None, options: Mapping[str, object], folder: Path)
     path = folder / FILE
     of_file, found = {}, LOCAL
     if os.path.lexists(path):
+        _check_mine(path)
         of_file = _as_fields(read_yaml_mapping(path, what="executor file"))
         try:
             if not isinstance(time := of_file.get("time", ""), str):  # YAML reads 4:00:00 as a number of base 60
@@ -123,6 +126,26 @@ def read_executor(kind: str | None, options: Mapping[str, object], folder: Path)
         return asked
     both = {key: getattr(asked if key in given else found, key) for key in {**of_file, **given}}
     return executor_of({**both, "kind": named, "slurm": {**found.slurm, **asked.slurm}})
+
+
+def _check_mine(path: Path) -> None:
+    """Raise ConfigError for an executor file that another user may have written: nobody named it, and it runs code.
+
+    Root takes that of the folder's owner: in a container the files are often another user's.
+    """
+    try:
+        found, folder = path.stat(), path.parent.stat()
+        who = other_writers(path)
+    except OSError:  # told where it is read
+        return
+    owners = os.geteuid() == 0 and 0 != found.st_uid == folder.st_uid and not found.st_mode & stat.S_IWOTH
+    if not who or owners:
+        return
+    fix = f"run `chmod go-w {path}`" if found.st_uid == os.geteuid() else "put a copy of your own in its place"
+    raise ConfigError(
+        f"the executor file {printable(str(path), 120)} {who}, and its setup runs as you; {fix}, or work in another "
+        "folder"
+    )
 
 
 def executor_given(given: str | Mapping[str, object] | Executor | None, folder: Path) -> Executor:

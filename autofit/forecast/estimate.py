@@ -35,7 +35,8 @@ from autofit.plugin.protocol import (
 )
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
-from autofit.probing.result import ProbeResult, ProbeSetup, ProbeStatus
+from autofit.probing.prepare import last_words
+from autofit.probing.result import Cause, ProbeResult, ProbeSetup, ProbeStatus
 from autofit.recipe.findings import clashes
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
@@ -91,7 +92,8 @@ class Estimator:
         result = ProbeResult.read(request.answer_path)
         if result is None:
             raise Cancelled("the simulation was cancelled before it answered")
-        return result
+        printed = "" if result.cause is Cause.RAISED else last_words(request.log_path)  # which is deleted soon
+        return replace(result, reason=result.reason.replace(f"; see {request.log_path}", printed))
 
     def probe_on(self, device: Device, capacity_bytes: int, values: Mapping[str, object] | None = None) -> ProbeResult:
         """The same on another simulated card; without `values`, of the recipe as it is."""

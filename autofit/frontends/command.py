@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
+from autofit.files import regular_bytes
 from autofit.frontends.branches import Branches
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.recipe.yaml_file import MOST_BYTES, of_notebook, parse_yaml, read_yaml_mapping
@@ -57,11 +58,11 @@ class Command:
 def script_text(path: Path) -> str:
     """The text of a file. Raises ConfigError for what is no text, or too long to be of a training."""
     try:
-        text = path.read_bytes()[: MOST_BYTES + 1].decode()
+        text = regular_bytes(path, most=MOST_BYTES)[0].decode()
+    except ConfigError as error:
+        raise ConfigError(f"{path} {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:100]}") from error
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"{path} must have at most {MOST_BYTES // 1024} KiB")
     return of_notebook(text)
 
 

@@ -423,6 +423,20 @@ def _keep_command(connection: socket.socket, message: Mapping[str, Any], descrip
 
 def _run_command(message: Mapping[str, Any], descriptors: list[int], keeper: int, path: str) -> NoReturn:
     """In the child: become the command that the caller would have run."""
+    code = 130
+    try:
+        code = _code_of(message, descriptors, keeper, path)
+        with contextlib.suppress(BaseException):
+            cast(Any, threading)._shutdown()  # waits for threads, as the end of a process does
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+    finally:  # Ctrl-C between these lines must not go on into what the server does
+        os._exit(code)
+
+
+def _code_of(message: Mapping[str, Any], descriptors: list[int], keeper: int, path: str) -> int:
+    """The exit code of the command, which is run here."""
     from autofit.probing.supervise import die_with_parent
 
     global _here
@@ -456,9 +470,4 @@ def _run_command(message: Mapping[str, Any], descriptors: list[int], keeper: int
         code = 130
     except BaseException:
         traceback.print_exc()
-    with contextlib.suppress(BaseException):
-        cast(Any, threading)._shutdown()  # waits for threads, as the end of a process does
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    return code

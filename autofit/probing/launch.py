@@ -97,7 +97,7 @@ class Attempts:
     def new_folder(self) -> Path:
         """The folder of the next attempt."""
         folder = self._folder(len(self.folders()) + 1)
-        folder.mkdir(parents=True)
+        folder.mkdir(mode=0o700, parents=True)  # `chmod -R g+rX` must not make one that the group writes
         return folder
 
     def _folder(self, attempt: int) -> Path:

@@ -88,7 +88,7 @@ def prepare(
         raise EnvironmentFault(f"reading {source.what} {_end_of(ending)}{last_words(log)}")
     if "error" in answer:
         kind = UnknownKeyError if answer.get("of_key") else ConfigError
-        said = in_own_names(source.foreign, str(answer["error"]))
+        said = in_own_names(source.foreign, str(answer["error"])) + (last_words(log) if answer.get("printed") else "")
         raise kind(said if answer.get("of_trainer") else f"{source.what}: {said}")
     facts = Facts.from_json(answer)
     missing = [key for key in facts.keys.to_json().values() if key is not None and key not in facts.resolved]
@@ -258,7 +258,8 @@ def inspect(request_path: str) -> int:
     except ConfigError as error:
         answer = {"error": error.marked, "of_trainer": True}
     except (SystemExit, KeyboardInterrupt) as error:
-        answer = {"error": f"the trainer {request['trainer']!r} ended the import {_exit_of(error)}", "of_trainer": True}
+        said = f"the trainer {request['trainer']!r} ended the import {_exit_of(error)}"
+        answer = {"error": said, "of_trainer": True, "printed": not _has_words(error)}
     else:
         answer = _facts_of(trainer, cast(dict[str, object], request["values"]), inspection)
     write_json(Path(str(request["answer"])), answer)
@@ -288,6 +289,11 @@ def _exit_of(error: SystemExit | KeyboardInterrupt) -> str:
     return f"by sys.exit({'' if error.code is None else repr(error.code)[:300]})"
 
 
+def _has_words(error: SystemExit | KeyboardInterrupt) -> bool:
+    """Whether the exit says why; else what was printed before it may."""
+    return isinstance(error.args[0] if error.args else None, str)
+
+
 def _facts_of(trainer: Trainer, values: dict[str, object], inspection: Inspection) -> dict[str, object]:
     """The facts of the recipe `values` as JSON, or the reason why there are none."""
     try:
@@ -296,11 +302,11 @@ def _facts_of(trainer: Trainer, values: dict[str, object], inspection: Inspectio
     except ConfigError as error:
         return {"error": error.marked, "of_key": isinstance(error, UnknownKeyError)}
     except (SystemExit, KeyboardInterrupt) as error:
-        traceback.print_exc()
         frames = traceback.extract_tb(error.__traceback__)
         own = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames if not _is_librarys(frame.filename)]
         where = f" ({own[-1]})" if own else ""
-        return {"error": f"its trainer, or code that it names (rewards, tools), ended {_exit_of(error)}{where}"}
+        said = f"its trainer, or code that it names (rewards, tools), ended {_exit_of(error)}{where}"
+        return {"error": said, "printed": not _has_words(error)}
     except Exception as error:  # of the trainer's own code, which may be anyone's
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -45,8 +45,13 @@ class RunFolder:
         write_json(self.path / _STARTED, note_of(os.getpid()) | more)
 
     def final(self) -> dict[str, object] | None:
-        """The summary of a run that is done."""
-        return read_json(self.path / _FINAL)
+        """The summary of a run that is done; what it trained is where this folder is now, if it was moved or copied."""
+        found, request = read_json(self.path / _FINAL), self.request()
+        if found is not None and request is not None:
+            trained, was = Path(str(found.get("output_dir", ""))), Path(str(request.get("folder")))
+            if trained.is_relative_to(was) and (now := self.path.resolve() / trained.relative_to(was)).is_dir():
+                found["output_dir"] = str(now)
+        return found
 
     def finish(self, final: Mapping[str, object]) -> None:
         """Keep the summary: the run is done."""

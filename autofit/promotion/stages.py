@@ -126,7 +126,8 @@ class State:
         final = RunFolder(self.home(stage)).final()
         if final is None or not Path(str(final["output_dir"])).is_dir():
             return None
-        return FinishedStage(number=hashlib.sha256(repr(sorted(final.items())).encode()).hexdigest()[:12], final=final)
+        told = sorted((key, value) for key, value in final.items() if key != "output_dir")  # it may be moved
+        return FinishedStage(number=hashlib.sha256(repr(told).encode()).hexdigest()[:12], final=final)
 
 
 def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:

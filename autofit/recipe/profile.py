@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +198,10 @@ def _columns(path: Path) -> set[str]:
         if path.suffix not in (".jsonl", ".json", ".csv") or not os.path.isfile(path):
             return set()
         with path.open(encoding="utf-8", errors="replace") as file:
+            line = file.readline(_MOST_OF_A_LINE)
             if path.suffix == ".csv":
-                return set(next(csv.reader(islice(file, 1)), []))
-            return _keys(file.readline(_MOST_OF_A_LINE).strip().removeprefix("[").rstrip(","))
+                return set(next(csv.reader([line]), []))
+            return _keys(line.strip().removeprefix("[").rstrip(","))
     except (OSError, csv.Error):
         return set()
 

@@ -30,6 +30,8 @@ _LOOKS = (
 _IN_URL = r"(?<=://)[^/@\s:]*:[^@\s]+(?=@)"
 _SECRET_VALUE = re.compile(rf"{_LOOKS}|(?<=://)[^/@\s]+(?=@)|{_IN_URL}")
 _SECRET_TEXT = re.compile(rf"{_LOOKS}|{_IN_URL}")  # a user's name alone tells where
+# As a path writes it (https:/me:word@host), or cut short before its @; host:8080 is none.
+_BROKEN_URL = re.compile(r"(:/{1,2})[^/@\s:]*:(?:[^@\s]+(?=@)|(?!\d+[/.])[^@\s]+?(?=\.\.\.))")
 # A name in the text of a YAML, JSON or shell file, and what may follow it: a separator and a value.
 _NAME = re.compile(r"[\w.-]+")
 _NAMED = re.compile(r"""["']?(?:[ \t]*[:=][ \t]*|(?:[ \t]|\\\n)+)("[^"\n]*"|'[^'\n]*'|[^\s"'#]+)""")
@@ -49,7 +51,7 @@ def masked(values: Mapping[str, object]) -> dict[str, object]:
 def without_secrets(text: str) -> str:
     """`text` for the eyes of others, with `***` for what looks like a secret, also after `password=` and the like."""
     named = re.sub(r"(?i)([\w-]*(?:passw|passphrase|secret|token|api_?key)[\w-]*=)[^\s&'\"]+", rf"\1{MASK}", text)
-    return _SECRET_TEXT.sub(MASK, named)
+    return _BROKEN_URL.sub(rf"\1{MASK}", _SECRET_TEXT.sub(MASK, named))
 
 
 def sealed(values: Mapping[str, object]) -> dict[str, object]:

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import functools
 import logging
+import os
+import re
 import sqlite3
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -348,7 +350,32 @@ def load_study(folder: Path, name: str | None) -> optuna.Study:
             f"or point {option('dir')} at its folder"
         )
     _seal(study)
+    if database.url is None:
+        _follow_move(study, folder.resolve())
     return study
+
+
+_OF_A_RUN = re.compile(r".*/(promoted/[^/]+/.+)", re.DOTALL)  # an earlier stage's model, in a later one's recipe
+
+
+def _follow_move(study: optuna.Study, folder: Path) -> None:
+    """Name what runs in `folder` trained where it is now, in the recipe of a study whose folder was moved."""
+
+    def now(value: object) -> object:
+        if isinstance(value, Mapping):
+            return {key: now(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [now(inner) for inner in value]
+        found = _OF_A_RUN.fullmatch(value) if isinstance(value, str) else None
+        if found is None or os.path.exists(found[0]) or not os.path.exists(folder / found[1]):
+            return value
+        return str(folder / found[1])
+
+    kept = study.user_attrs
+    with contextlib.suppress(optuna.exceptions.StorageInternalError):
+        for name in ("values", "resolved"):
+            if (moved := now(kept.get(name, {}))) != kept.get(name, {}):
+                study.set_user_attr(name, moved)
 
 
 def _seal(study: optuna.Study) -> None:

@@ -89,7 +89,7 @@ class Kills:
     def run(self, name: str, ends: Callable[[Path], list[str]], *, kills: int, until: float) -> Found:
         """A new copy after 4 kills, or one that came too late; `ends` says what is wrong with the old one then."""
         found, homes = Found(), count()
-        while found.tried[name] < kills and time.monotonic() < until:
+        while found.tried[name] < kills and (not found.tried[name] or time.monotonic() < until):
             home = self.whole.parent / f"{name.rpartition(' ')[2]}-{next(homes)}"
             shutil.copytree(self.whole, home)
             wrong = list[str]()
