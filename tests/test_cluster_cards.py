@@ -125,6 +125,8 @@ def test_a_kind_is_a_board_with_its_size() -> None:
     assert is_of_kind(card("NVIDIA H200", 143500), kind_of(card("NVIDIA H200", 143771)))  # another driver's reserve
     assert not is_of_kind(card("NVIDIA GeForce RTX 3080", 10240), kind_of(card("NVIDIA GeForce RTX 3080", 12288)))
     assert not is_of_kind(card("NVIDIA A100 80GB PCIe", 81920), "a100-80gb")  # 300 W
+    board = "NVIDIA GeForce RTX 4060 Ti"  # of 8 and of 16 GB
+    assert [is_of_kind(card(board, mib), "rtx4060ti-16gb") for mib in (8188, 16380)] == [False, True]
 
 
 def test_the_kind_can_be_named_and_more_ranks_than_cards_are_one_error() -> None:

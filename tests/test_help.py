@@ -62,7 +62,7 @@ def test_the_completion_has_every_command_and_option(shell: str, capsys: pytest.
     [
         (["che"], ["check"]),
         (["check", "--gp"], ["--gpu", "--gpus"]),
-        (["check", "--gpu", "rtx40"], ["rtx4080", "rtx4090"]),
+        (["check", "--gpu", "rtx409"], ["rtx4090"]),
         (["search", "--goal", "mem"], ["memory"]),
         (["init", ""], ["grpo", "sft", "dpo", "reward"]),
         (["check", ""], []),  # files, which bash proposes itself

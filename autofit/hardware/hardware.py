@@ -330,9 +330,7 @@ def choose_target(asked_bytes: int | None, device: Device, cards: tuple[Gpu, ...
 
 # {a driver's name: (card of the table, how the board differs)}; NVIDIA's data sheets.
 _SAME_CHIP = {
-    "NVIDIA A100-PCIE-40GB": ("a100-40gb", "250 W in place of 400"),
-    "NVIDIA A100 80GB PCIe": ("a100-80gb", "300 W in place of 400, memory 5 % slower"),
-    "NVIDIA A800 80GB PCIe": ("a800", "300 W in place of 400, memory 5 % slower"),
+    "NVIDIA A800 80GB PCIe": ("a100-pcie-80gb", "a slower NVLink bridge"),
     "NVIDIA H800": ("h100", "a slower NVLink"),
     "NVIDIA H800 PCIe": ("h100-pcie", "a slower NVLink"),
     "NVIDIA H200 NVL": ("h200", "600 W in place of 700, arithmetic 16 % slower"),
@@ -383,6 +381,8 @@ def is_of_kind(gpu: Gpu, kind: str) -> bool:
     """Whether the card is of `kind`. Capacities of one board differ a little from driver to driver."""
     if kind in GPU_SPECS:
         spec, difference = card_of(gpu.name)
-        return spec is not None and spec.name == kind and not difference
+        asked = GPU_SPECS[kind]  # of a name that is sold with several sizes, the one of its size: "RTX 4060 Ti 16GB"
+        sized = asked.full_name.startswith(f"{gpu.name} ") and abs(gpu.capacity_bytes - asked.capacity_bytes) < _GIB
+        return spec is not None and not difference and (spec.name == kind or sized)
     name, _, size = kind.rpartition(", ")
     return gpu.name == name and abs(gpu.capacity_bytes / _GIB - float(size.removesuffix(" GiB"))) < 0.8

@@ -56,7 +56,7 @@ class Decoder:
                     return found
             return default
 
-        heads = get("num_attention_heads", "n_head", default=1)
+        heads = get("num_attention_heads", "n_head", "num_heads", default=1)
         hidden = get("hidden_size", "n_embd", "d_model", default=1)
         layers = get("num_hidden_layers", "n_layer", "num_layers", default=1)
         experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
@@ -70,8 +70,10 @@ class Decoder:
         latent = get("kv_lora_rank", default=0) if get("model_type") != "minicpm3" else 0  # vLLM unpacks that one's
         sparse_step = get("decoder_sparse_step", default=1) or 1
         first_dense = get("first_k_dense_replace", default=len(get("mlp_only_layers", default=()) or ()))
+        shared = get("multi_query", default=False) and not get("new_decoder_architecture", default=False)
         return cls(
-            hidden=hidden, layers=layers, heads=heads, key_heads=get("num_key_value_heads", default=heads) or heads,
+            hidden=hidden, layers=layers, heads=heads,
+            key_heads=get("num_key_value_heads", default=1 if shared else heads) or heads,
             head_dim=(0 if latent else get("head_dim", default=0)) or hidden // heads,
             intermediate=expert if experts else dense, vocab=get("vocab_size", default=1), experts=experts,
             experts_per_token=get("num_experts_per_tok", "top_k_experts", default=2) if experts else 0,
@@ -114,7 +116,8 @@ def _of_layers(config: Any, name: str) -> Any:
     return sum(values) // len(values)
 
 
-_UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "bloom", "falcon", "gpt_neo", "gpt_bigcode", "starcoder2")
+_UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "bloom", "falcon", "gpt_neo", "gptj", "gpt_bigcode", "starcoder2",
+            "apertus", "arcee")  # fmt: skip
 
 
 def _shared(get: Any, expert: int) -> int:
