@@ -134,11 +134,26 @@ def test_the_picture_is_in_the_order_of_a_step_in_the_pages_colours_and_names_st
     assert all(colour in page for colour in estimate._COLOURS.values())
     held = {"load": {"weights": 16 * GB}, "update": {"weights": 16 * GB, "gradients": 1}, "rollout": {"KV cache": GB}}
     phases = tuple(replace(result(GB).phases[0], name=name) for name in held)
-    axes = estimate.phases_figure(replace(result(GB), phases=phases, categories=held), 20 * GB).axes[0]
+    axes = estimate.memory_figure(replace(result(GB), phases=phases, categories=held), 20 * GB).axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["load", "rollout", "update"]
     words = [text.get_text().strip() for text in axes.texts]
     assert words == ["weights", "weights", "KV cache", "16.0", "1.0", "16.0", "limit 20.00 GB"]
     assert axes.figure.legends == []
+
+
+def test_the_picture_of_a_step_names_its_areas_and_phases_and_its_peak() -> None:
+    live = {"weights": [16 * 953.7] * 100, "activations": [0.0] * 40 + [8 * 953.7] * 60, "gradients": [1.0] * 100}
+    course = {"live": live, "phases": [["rollout", 0, 2.0], ["update", 40, 1.0], ["update", 70, 1.0]]}
+    held = {"update": {"weights": 16 * GB, "activations": 8 * GB, "gradients": GB // 1000}}
+    axes = estimate.memory_figure(replace(result(GB), categories=held, course=course), 20 * GB).axes[0]
+    words = [text.get_text().strip() for text in axes.texts]
+    assert words == ["weights", "activations", "24.0 GB", "rollout\n2.00 s", "update\n2.00 s", "limit 20.00 GB"]
+    x, y = axes.texts[1].get_position()
+    assert 40 < x < 100
+    assert y == pytest.approx(20, rel=0.01)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["gradients"]  # too thin for its name
 
 
 def test_gaps_between_blocks_decide_where_the_live_tensors_alone_would_be_safe() -> None:

@@ -52,6 +52,10 @@ def test_the_least_capacity_fits_and_a_byte_less_says_by_how_much_not(
     assert free.rollout_s[0] + free.update_s[0] <= free.step_s[0] * 1.001
     for phase in free.phases:
         assert sum(free.categories[phase.name].values()) <= phase.peak_allocated_bytes * 1.001
+    totals = [sum(parts) for parts in zip(*free.course["live"].values(), strict=True)]
+    assert max(totals) * 2**20 == pytest.approx(free.peak_allocated_bytes, rel=0.01)  # in MiB with one digit
+    assert {"rollout", "scoring", "update", "optimizer"} <= {name for name, _, _ in free.course["phases"]}
+    assert sum(seconds for *_, seconds in free.course["phases"]) == pytest.approx(free.step_s[0], rel=0.01)
     fits = probe(tiny_recipe, tmp_path / "fits", fork_server, limit_bytes=least, least_of_fits=False)
     assert (fits.status, fits.peak_allocated_bytes) == (ProbeStatus.FIT, free.peak_allocated_bytes)
     assert fits.least_capacity_bytes is None

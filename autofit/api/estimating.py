@@ -26,7 +26,7 @@ from autofit.api.tables import Shown
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
 from autofit.files import Scratch
 from autofit.forecast.advice import Advice, Ending, advice_lines, float32_words, then_lines
-from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, phases_figure
+from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, memory_figure
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight
 from autofit.forecast.typical import Typical, longest_tokens, typical
@@ -162,8 +162,8 @@ class Estimate(Predicted):
         return [] if advice is None else advice_lines(advice, self.recipe, self.result, self.capacity_bytes)
 
     def plot(self) -> "Figure":
-        """A matplotlib Figure of the bytes (in GB) by category at each phase's peak, and the capacity."""
-        return phases_figure(self.result, self.capacity_bytes)
+        """A matplotlib Figure of the bytes (in GB) by category over one step, and the capacity."""
+        return memory_figure(self.result, self.capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
                                "python): say what the recipe holds with those")  # fmt: skip
     _lengths(estimate, "the typical step and the whole run")
     estimate.add_argument(
-        "--plot", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf, ...) of the bytes by phase and category"
+        "--plot", type=Path, metavar="FILE", help="a picture (.png, .svg, .pdf, ...) of one step's bytes by category"
     )
     estimate.add_argument("--no-advice", "--no-changes", dest="no_advice", action="store_true",
                           help="do not look for changes that make it fit, or faster, nor for another card")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,16 @@ class Timeline:
     def total_bytes(self) -> npt.NDArray[np.int64]:
         return _total(self.live_bytes)
 
+    def highest(self, cuts: Sequence[int]) -> dict[str, list[int]]:
+        """Bytes of each category at the moment of the highest total between two neighbours of `cuts`, one a pair.
+
+        `cuts` are places of events in order, each above the one before it. Categories without bytes are left out.
+        """
+        total = self.total_bytes
+        moments = [start + int(total[start:end].argmax()) for start, end in pairwise(cuts)]
+        found = {name: values[moments].tolist() for name, values in self.live_bytes.items()}
+        return {name: values for name, values in found.items() if any(values)}
+
     @property
     def at_peak(self) -> dict[str, int]:
         """Bytes of each category at the moment of the highest total."""
@@ -110,11 +121,12 @@ def build_timeline(
     return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(ids)))
 
 
-def phase_categories(
+def timeline_of(
     nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64], phase_marks: Sequence[tuple[int, str]]
-) -> tuple[PhasePeak, ...]:
-    """The peak of each phase, from the size and the category number of each event."""
-    return _phase_peaks(_live(nbytes, categories), phase_marks, len(nbytes))
+) -> Timeline:
+    """The timeline and the peak of each phase, from the size and the category number of each event."""
+    live = _live(nbytes, categories)
+    return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(nbytes)))
 
 
 def category_numbers(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -206,6 +206,8 @@ class ProbeResult:
     growing_capacity_bytes: int | None = None  # the same with expandable segments, where gaps between blocks decide
     uncapped_bytes: int | None = None  # cuda: device-used of the same probe without the cap, after an OOM under it
     categories: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # simulated: at each phase's peak
+    # Simulated: the last step for its picture, {"live": {category: [MiB]}, "phases": [[name, first part, seconds]]}.
+    course: Mapping[str, Any] = field(default_factory=dict)
     fidelity: Fidelity = Fidelity.MEASURED
     host_costs: str = ""  # simulated: source of the clock's host costs
     log_error: float | None = None  # simulated: half the width of the 90 % interval of the seconds, in logarithms

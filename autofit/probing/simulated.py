@@ -7,6 +7,7 @@ again at full depth.
 
 import gc
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise, product
 from typing import Any
 
+import numpy as np
 import yaml
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from autofit.fakegpu.memory import HostMemory as HostTensors
 from autofit.fakegpu.memory import held_bytes
 from autofit.fakegpu.rates.collectives import COLLECTIVES, HOST, log_error
 from autofit.fakegpu.replay import Unlimited
-from autofit.fakegpu.timeline import phase_categories
+from autofit.fakegpu.timeline import Timeline, timeline_of
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
 from autofit.plugin.protocol import BEFORE_UPDATE, OPTIMIZER, ROLLOUT, UPDATE
@@ -36,6 +38,7 @@ from autofit.probing.host_memory import HostMemory, host_memory
 from autofit.probing.result import Fidelity, PhasePeak
 from autofit.recipe.launch import Launch
 
+_PARTS = 240  # of a step's events, for its picture
 _NEAR_FRAC = 0.9  # of the limit: where less suffices, gaps between blocks do not matter
 _FEW_GAPS_FRAC = 0.01  # of the least capacity
 
@@ -90,6 +93,7 @@ class SimMemory:
         self._log_error: float | None = None
         self._bounds: dict[str, dict[str, float]] = {}
         self._run: Run | None = None
+        self._times: list[float] = []  # of the run, at each mark
         self._replay: Unlimited | None = None
         self.least_of_fits = True
         self._host: HostMemory | None = None
@@ -240,7 +244,7 @@ class SimMemory:
         """
         assert self._gpu is not None
         run = self._run = self._repeated(expanded(self._gpu, self._marks))
-        times = run.seconds()
+        times = self._times = run.seconds()
         self._replay = Unlimited(run.log, [m.event for m in run.marks], settings=self._gpu.settings)
         found = [
             PhasePeak(
@@ -313,12 +317,13 @@ class SimMemory:
         told = [note for note in self._gpu.notes if note not in ASSUMPTIONS] if self._gpu else []
         names = ["" if number in self._shares_of else mark.name for number, mark in enumerate(run.marks)]
         begins = [mark.event for mark in run.marks]
-        phases = phase_categories(run.nbytes, run.categories, list(zip(begins, names, strict=True)))
+        line = timeline_of(run.nbytes, run.categories, list(zip(begins, names, strict=True)))
         return {
             "device_used_bytes": used,
             "least_capacity_bytes": least,
             "growing_capacity_bytes": growing,
-            "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in phases if p.name},
+            "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in line.phases if p.name},
+            "course": self._course(line),
             "fidelity": Fidelity.PREDICTED,
             "host_costs": self._costs_source,
             "log_error": self._log_error,
@@ -326,6 +331,27 @@ class SimMemory:
             "notes": (*told, *(() if self._host is None else (self._host.told,))),
             "host": self._host,
         }
+
+    def _course(self, line: Timeline) -> dict[str, Any]:
+        """Live MiB of the last measured step by category, at the highest moment of each of equal parts of its events.
+
+        {"live": {category: [MiB, one a part]}, "phases": [[name, its first part, its seconds]]}; {} without a step.
+        """
+        if not self._steps or self._run is None:
+            return {}
+        marks, times = self._run.marks, self._times
+        first, last = self._steps[-2:]
+        start, end = marks[first].event, marks[last].event
+        cuts = np.unique(np.linspace(start, end, _PARTS + 1).astype(int)).tolist()
+        if len(cuts) < 3:
+            return {}
+        phases = [
+            [self._marks[number].name, max(0, bisect_right(cuts, marks[number].event) - 1), after - before]
+            for number, (before, after) in enumerate(pairwise(times[first : last + 1]), start=first)
+            if number not in self._shares_of
+        ]
+        live = {name: [round(nbytes / 2**20, 1) for nbytes in values] for name, values in line.highest(cuts).items()}
+        return {"live": live, "phases": phases}
 
     def _growing_capacity(self, least: int) -> int | None:
         """The least capacity with expandable segments, of the same events; None unless gaps between blocks decide."""

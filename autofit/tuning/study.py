@@ -462,7 +462,7 @@ def tell(study: optuna.Study, number: int, result: ProbeResult, *, target_bytes:
     """
     frozen = study.get_trials(deepcopy=False)[number]
     trial = optuna.trial.Trial(study, frozen._trial_id)
-    trial.set_user_attr("result", result.to_json())
+    trial.set_user_attr("result", replace(result, course={}).to_json())  # a picture's numbers are more than all others
     trial.set_user_attr("status", str(result.status))
     if result.status in (ProbeStatus.FAILED, ProbeStatus.LOST):
         study.tell(number, state=TrialState.FAIL)
