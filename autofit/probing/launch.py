@@ -430,15 +430,15 @@ def _folders(folder: Path) -> Iterator[Path]:
 def _at_work(study: Path, folder: Path) -> AtWork | None:
     kind, _, rest = folder.name.partition("-")
     number = rest.partition("-")[0]
-    if kind not in _NAMES or not number.isdigit() or (folder / "answer.json").exists():
+    if kind not in _NAMES or not number.isdigit():
         return None
     try:
-        if not is_listed(folder):
+        if (folder / "answer.json").exists() or not is_listed(folder):
             return None
         request = ProbeRequest.read(folder / "request.json")
         first = request.phase_path if request.phase_path.exists() else replace(request, rank=0).phase_path
         phase = first.read_text(encoding="utf-8").strip() if first.exists() else None
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, AutofitError):  # not ours, or just deleted
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, AutofitError):  # another user's, or deleted
         return None
     return AtWork(
         study=study.name, trial=int(number), name=f"{_NAMES[kind]} {int(number)}", folder=folder, request=request,
