@@ -76,8 +76,9 @@ class Timeline:
 
         `cuts` are places of events in order, each above the one before it. Categories without bytes are left out.
         """
-        total = self.total_bytes
-        moments = [start + int(total[start:end].argmax()) for start, end in pairwise(cuts)]
+        first = cuts[0]
+        total = _total({name: values[first : cuts[-1]] for name, values in self.live_bytes.items()})
+        moments = [start + int(total[start - first : end - first].argmax()) for start, end in pairwise(cuts)]
         found = {name: values[moments].tolist() for name, values in self.live_bytes.items()}
         return {name: values for name, values in found.items() if any(values)}
 

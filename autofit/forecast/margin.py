@@ -144,7 +144,7 @@ def _live(result: ProbeResult) -> tuple[str, int] | None:
 
 
 def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> str:
-    growing = growing_bytes(result, recipe)
+    growing = _growing_bytes(result, recipe)
     if growing is None:
         closes = ""
     elif growing <= capacity_bytes:
@@ -157,7 +157,7 @@ def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe
     )
 
 
-def growing_bytes(result: ProbeResult, recipe: Recipe) -> int | None:
+def _growing_bytes(result: ProbeResult, recipe: Recipe) -> int | None:
     """Bytes that it needs with expandable segments; None where they are not known, or the recipe cannot have them.
 
     vLLM refuses them beside its sleep mode (CuMemAllocator).

@@ -252,7 +252,8 @@ def about_choice(device: Device, gpu: str | None, asked_bytes: int | None, needs
     exact = asked_bytes is not None and _is_named_by(spec, asked_bytes)
     which = f"usual card of {size} GB{having}" if exact else f"smallest card{having} that has as much: {size} GB"
     others = [s.name for s in GPU_SPECS.values() if size in _box_sizes(s) and s != spec and needs.met_by(s)]
-    also = f" ({', '.join([*others[:3], *(['...'] if others[3:] else [])])})" if others else ""
+    shown = [*others[:3], "..."] if len(others) > 3 else others
+    also = f" ({', '.join(shown)})" if shown else ""
     return f"simulated on {spec.name}, the {which}; --gpu NAME picks another{also}"
 
 
