@@ -1251,6 +1251,64 @@ def test_a_script_of_trl_is_launched_as_its_accelerate_config_says_and_explained
     assert said["effective batch"].endswith("= 3 samples x 8 ranks = 24")
 
 
+OWN_SCRIPT = """
+import trl
+from dataclasses import dataclass, field
+@dataclass
+class Own:
+    base_model: str = field(default="m")
+    block_size: int = 4096
+    train_file: str = ""
+own, args = transformers.HfArgumentParser((Own, trl.SFTConfig)).parse_args_into_dataclasses()
+trl.SFTTrainer(own.base_model, args=args)
+"""
+
+
+def test_a_script_that_makes_a_trainer_of_trls_is_read_with_its_own_arguments(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_SCRIPT)
+    found = of_script(tmp_path, "python own.py --train_file d.json --block_size 512 --learning_rate 0.1")
+    assert (found.tool, found.trainer, found.ranks, found.prompt_tokens) == ("TRL", "sft", 1, 512)
+    assert dict(found.values) == {"model_name_or_path": "m", "max_length": 512, "learning_rate": 0.1}
+    note = "own.py is taken for TRL's own sft: what it does besides is not simulated; left out, as its own: train_file"
+    assert note in found.notes
+    found = of_script(tmp_path, "python own.py --base_model n --dataset_name d")
+    assert (found.prompt_tokens, found.values["model_name_or_path"]) == (None, "n")
+    assert found.values["max_length"] == 4096
+    text = written(tmp_path / "run.sh", {"max_length": 1024, "per_device_train_batch_size": 2})
+    assert text.split("--")[3:] == ["block_size 1024 \\\n    ", "per_device_train_batch_size 2"]
+    with pytest.raises(ConfigError, match="the script takes no argument dtype"):
+        written(tmp_path / "run.sh", {"dtype": "bfloat16"})
+
+
+def test_the_trainer_that_a_script_makes_counts_before_its_name(tmp_path: Path) -> None:
+    text = "from trl import GRPOTrainer, SFTConfig, TrlParser\nTrlParser(())\nclass Own(GRPOTrainer):\n    pass\n"
+    (tmp_path / "sft.py").write_text(text)
+    found = of_script(tmp_path, "torchrun --nproc_per_node 2 sft.py --model_name_or_path m")
+    assert (found.trainer, found.ranks, found.prompt_tokens) == ("grpo", 2, 512)
+    assert found.values["reward_funcs"] == ["think_format_reward"]
+
+
+def test_ranks_told_beside_a_script_are_those_that_it_leaves_open(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("torchrun --nproc-per-node $GPUS sft.py --model_name_or_path m")
+    with pytest.raises(ConfigError, match="does not say nproc_per_node of torchrun for certain"):
+        source_of(tmp_path / "run.sh")
+    assert source_of(tmp_path / "run.sh", ranks=4).launch["num_processes"] == 4
+
+
+def test_a_command_in_one_text_is_a_recipe_as_a_script_of_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = f"trl sft --model_name_or_path m --dataset_name hf://a//b --run_name {'r' * 300}"
+    source = source_of(command)
+    assert (source.name, source.values["dataset_name"]) == ("command", "hf://a//b")
+    assert own_text(source.foreign, {"max_length": 7}).endswith("--max_length 7")
+    with pytest.raises(ConfigError, match="no training is started in command.sh"):
+        source_of("python train.py")
+    with pytest.raises(ConfigError, match="my run.yaml does not exist"):
+        source_of("my run.yaml")
+
+
 @pytest.mark.parametrize("more", ["", " --load_in_4bit", " --bf16"])
 def test_a_script_of_trl_with_lora_has_its_rank_whether_it_says_it_or_not(more: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"trl sft --model_name_or_path m --use_peft --dtype float16{more}")
@@ -1265,9 +1323,17 @@ def test_a_script_of_trl_with_lora_has_its_rank_whether_it_says_it_or_not(more: 
         ("trl sft --learning_rate $LR", "does not say learning_rate"),
         ("trl sft --config gone.yaml", "there is no file"),
         ("python examples/scripts/sft_vlm.py --beta 1", "trains on images"),
+        ("python gold.py --model_name_or_path m", "training with GOLDTrainer is not .* fit-check --gpu NAME gold.py"),
+        ("python plain.py --beta 1", "plain.py does not take TRL's own arguments.* fit-check --gpu NAME plain.py"),
+        ("python fixed.py --beta 1", "fixed.py names its model itself; autofit fit-check --gpu NAME fixed.py"),
+        ("python other.py --beta 1", "no training is started .* fit-check --gpu NAME other.py"),
     ],
 )
 def test_a_script_of_trl_that_is_not_simulated_is_refused_by_name(text: str, wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "gold.py").write_text("from trl.experimental.gold import GOLDTrainer\nGOLDTrainer()\n")
+    (tmp_path / "plain.py").write_text("from trl import DPOTrainer\nDPOTrainer()\n")
+    (tmp_path / "fixed.py").write_text("from trl import DPOTrainer, TrlParser\nTrlParser()\nDPOTrainer()\n")
+    (tmp_path / "other.py").write_text("no Python")
     with pytest.raises(ConfigError, match=wrong):
         of_script(tmp_path, text)
 

@@ -68,6 +68,7 @@ def test_the_command_says_a_script_that_does_not_fit(script: Path, capsys: pytes
             "import subprocess\nsubprocess.run(['git', 'clone', 'https://example.org/a.git'], check=True)",
             "CalledProcessError: Command '.'git', 'clone', .* wanted to reach example.org, and sees no network",
         ),
+        ("import torch.no_such", "imports torch.no_such, which the torch .* here does not have"),
         ("import torch\nimport no_such.part", "imports no_such, which is not installed here .*pip install no_such"),
         ("open('data/mine.bin', 'rb')", "reads 'data/mine.bin', which is not there .*train.py:1.; make it first"),
         ("import sys\nsys.exit(3)", "exit code 3 before its first step"),

@@ -1,6 +1,7 @@
 """The options of every command. Imports nothing heavy, so that `autofit --help` answers at once."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -251,9 +252,9 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "recipe",
         nargs="?",
-        type=Path,
+        type=_file_or_command,
         help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl, ms-swift or "
-        "open-r1",
+        "open-r1, a shell script, or a command in quotes",
     )
     doctor.add_argument("--calibrate", action="store_true",
                         help="measure PyTorch's launch costs on this host, for the simulated clock")  # fmt: skip
@@ -271,7 +272,7 @@ def parser() -> argparse.ArgumentParser:
 
     explain = _command(commands, "explain", "say the trainer and the effective batch of another tool's file")
     explain.takes_command = True
-    explain.add_argument("file", type=Path, metavar="FILE|COMMAND",
+    explain.add_argument("file", type=_file_or_command, metavar="FILE|COMMAND",
                          help="a YAML of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1, a shell script that starts "
                          "verl, ms-swift, TRL or their like, or such a command itself, behind the options")  # fmt: skip
     explain.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
@@ -391,11 +392,17 @@ def _jobs(commands: "argparse._SubParsersAction[_Parser]") -> None:
     _shared(jobs, "--json")
 
 
+def _file_or_command(text: str) -> Path | str:
+    """A path; a command as it stands there, for in a path `hf://name` would be `hf:/name`."""
+    return text if " " in text and not os.path.exists(text) else Path(text)
+
+
 def _recipe(parser: _Parser) -> None:
     """The options that name the recipe."""
-    parser.add_argument("recipe", nargs="?", type=Path,
+    parser.add_argument("recipe", nargs="?", type=_file_or_command,
                         help="the YAML that `trl TRAINER --config` takes, or a file of verl, LLaMA-Factory, Axolotl, "
-                             "ms-swift or open-r1 (default: the built-in baseline)")  # fmt: skip
+                             "ms-swift or open-r1, a shell script, or a command in quotes (default: the built-in "
+                             "baseline)")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="change a key of the recipe; may be given several times")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, metavar="N",

@@ -21,6 +21,7 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines, said
+from autofit.frontends.python_file import as_it_is
 from autofit.frontends.sharing import of_accelerate
 from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
@@ -44,7 +45,9 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     command, place = found[0]
     program = command.words[place]
     if _OTHER_TASK.search(Path(program).name):
-        raise ConfigError(f"{program}: only the training of a language model on text is read, by its arguments")
+        raise ConfigError(
+            f"{program}: only the training of a language model on text is read, by its arguments{as_it_is(program)}"
+        )
     given = arguments(command.words[place + 1 :], folder, tool=TOOL)
     check_certain([key for key, value in given.items() if UNSURE in str(value) and _counts(key)])
     before = command.words[:place]

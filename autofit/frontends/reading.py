@@ -20,8 +20,9 @@ from autofit.frontends import (
     verl_rules,
     yaml_script,
 )
-from autofit.frontends.command import script_text, starts
+from autofit.frontends.command import commands, script_text, starts
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
+from autofit.frontends.python_file import as_it_is
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
 from autofit.frontends.verl_settings import file_notes, script_notes
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
@@ -64,8 +65,10 @@ def is_script(text: str) -> bool:
 
 def starts_training(text: str) -> bool:
     """Whether a script with this text starts a training that is read."""
-    readers = (trl_script, yaml_script, hf_script, ms_swift)
-    return verl.starts_verl(text) or any(starts(reader.started(text)) for reader in readers)
+    readers = (yaml_script, hf_script, ms_swift)
+    if verl.starts_verl(text) or any(starts(reader.started(text)) for reader in readers):
+        return True
+    return starts(trl_script.started(text, Path.cwd()))
 
 
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
@@ -74,7 +77,7 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
     if verl.starts_verl(text):
         return _named(VERL.name, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     folder = path.resolve().parent
-    if starts(trl_script.started(text)):
+    if starts(trl_script.started(text, folder)):
         return _named(trl_script.TOOL, path, lambda: trl_script.of_script(text, folder=folder, ranks=ranks))
     if starts(yaml_script.started(text)):
         started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
@@ -88,9 +91,11 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
 def _check_starts(text: str, path: Path) -> None:
     """Raise ConfigError for a script that starts no training of ms-swift, the last one whose training is looked for."""
     if "megatron" not in text and not starts(ms_swift.started(text)):
+        scripts = [word for command in commands(text) for word in command.words if word.endswith(".py")]
         raise ConfigError(
             f"no training is started in {path}: it must call `llamafactory-cli train`, `axolotl train`, `swift sft`, "
             "`trl sft` or their like, `python -m verl.trainer.main_ppo`, or a Python file with --model_name_or_path"
+            f"{as_it_is(scripts[0]) if scripts else ''}"
         )
 
 
@@ -201,7 +206,7 @@ def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explan
     """What the training says that the script `path` with this `text` starts. Raises ConfigError."""
     if not verl.starts_verl(text):
         folder = path.resolve().parent
-        if starts(trl_script.started(text)):
+        if starts(trl_script.started(text, folder)):
             return trl_script.explain(text, folder=folder, ranks=ranks)
         if starts(yaml_script.started(text)):
             started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))

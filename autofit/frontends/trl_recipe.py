@@ -38,6 +38,7 @@ soft_overlong_punishment
 """
 _REWARDS = frozenset(_NAMES.split())  # of open-r1's registry
 _STANDS = "think_format_reward"
+_REWARD_KEYS = ("reward_funcs", "reward_weights", "reward_model_name_or_path")
 _BOTH = ("gradient_checkpointing", "gradient_checkpointing_kwargs")  # TRL takes the older name too
 _NEWER = {old: new for old, new in RENAMED if old not in _BOTH}
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 512, 1024  # TRL's defaults of max_prompt_length, of then, and of max_length
@@ -62,17 +63,27 @@ def recipe(
     found = {name: values[key] for name, key in keys.items()}
     notes = [f"left out, as neither the batch nor memory depends on them but by the data: {', '.join(own)}"]
     if _has_rewards(values):
-        found = {key: value for key, value in found.items() if key != "reward_weights"} | {"reward_funcs": [_STANDS]}
-        notes.append(f"rewards of open-r1 are not run: TRL's {_STANDS} stands for them, which takes no time")
-    if profile(trainer).generates:
-        what, most, usual = "prompt", found.pop("max_prompt_length", None), _PROMPT_TOKENS
-    else:
-        what, most, usual = "sample", found.get("max_length"), _SAMPLE_TOKENS
-    stands = most if isinstance(most, int) else usual
-    notes.append(f"the data is not read: a made-up {what} of {stands:,} tokens, the most that is kept, stands for it")
+        found = {key: value for key, value in found.items() if key not in _REWARD_KEYS}
+    found, stands, more = stand_in(trainer, found)
+    notes += more
     return Foreign(
         tool=tool, trainer=trainer, values=found, ranks=ranks, prompt_tokens=stands, notes=tuple(notes), keys=keys
     )
+
+
+def stand_in(trainer: str, values: Mapping[str, object]) -> tuple[dict[str, object], int, list[str]]:
+    """(`values` of a recipe whose data is not read, the tokens of the made-up sample that stands for it, notes)."""
+    found, notes = dict(values), []
+    if not profile(trainer).generates:
+        what, most, usual = "sample", found.get("max_length"), _SAMPLE_TOKENS
+    else:
+        what, most, usual = "prompt", found.pop("max_prompt_length", None), _PROMPT_TOKENS
+        if not any(found.get(key) for key in _REWARD_KEYS):
+            found["reward_funcs"] = [_STANDS]
+            notes.append(f"its own rewards are not run: TRL's {_STANDS} stands for them, which takes no time")
+    stands = most if isinstance(most, int) else usual
+    notes.append(f"the data is not read: a made-up {what} of {stands:,} tokens, the most that is kept, stands for it")
+    return found, stands, notes
 
 
 def explain(values: Mapping[str, object], *, folder: Path, ranks: int | None = None) -> Explanation:

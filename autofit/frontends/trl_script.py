@@ -1,15 +1,17 @@
 """Scripts that train with TRL's command line: `trl sft`, or a script of TRL started by a launcher. No torch here.
 
 `accelerate launch`, `torchrun`, `deepspeed` and `python` are read, and a config of TRL (`--config FILE`),
-over which the arguments are laid as TRL's own parser lays them. A script of another project with such a name (open-r1)
-takes TRL's arguments too, with some of its own: these are named, and left out. A config of open-r1 or of the
-alignment-handbook is read as such a file is by itself.
+over which the arguments are laid as TRL's own parser lays them. A script of another project takes TRL's arguments too,
+with some of its own: these are named, and left out. It is one by its name (open-r1), or, where its file is here, by the
+trainer that it makes. A config of open-r1 or of the alignment-handbook is read as such a file is by itself.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from autofit.errors import ConfigError
 from autofit.frontends.command import (
@@ -26,12 +28,13 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Explanation, Foreign, Line
+from autofit.frontends.python_file import PythonFile, as_it_is, python_file
 from autofit.frontends.sharing import OTHERWISE, near
-from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, tool_of
+from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, stand_in, tool_of
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.launch import shipped_with_trl
 from autofit.recipe.launching import is_launch_key, launched
-from autofit.recipe.profile import OF_TRL, profile
+from autofit.recipe.profile import OF_TRL, TAKEN_BY, profile
 from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
@@ -39,7 +42,7 @@ TOOL = "TRL"
 _KINDS = "|".join((*OF_TRL, *OTHERS))
 _SCRIPT = re.compile(rf"(?:.*/)?(?:run_)?({_KINDS})(?:_modeling|_vlm\w*)?\.py")
 _MODULE = re.compile(rf"(?:trl|open_r1)(?:\.scripts)?\.({_KINDS})")
-_TRLS = re.compile(r"(?:^|/)(?:trl|examples)/scripts/[a-z_]+\.py$")
+_TRLS = re.compile(rf"(?:^|.*/)(?:trl|examples)/scripts/(?:{_KINDS})(?:_modeling|_vlm\w*)?\.py$")
 # Options of launchers that change neither the ranks nor the sharding.
 _OPTIONS = """
 main_process_port main_process_ip master_port master_addr rdzv_backend rdzv_endpoint rdzv_id rdzv_conf machine_rank
@@ -51,6 +54,22 @@ _COUNTS = ("num_processes", "nproc_per_node", "num_gpus", "include", "nnodes", "
 _LISTS = ("reward_funcs", "reward_weights", "lora_target_modules", "lora_modules_to_save")  # also of one word
 # Arguments that may hang on the environment: neither memory nor the batch depends on them.
 _HARMLESS = ("output_dir", "run_name", "logging_dir", "hub_model_id", "report_to", "hub_token", "save_steps")
+_MODEL = "model_name_or_path"
+_OF_MODEL_CONFIG = frozenset({
+    "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "load_in_4bit", "load_in_8bit",
+})  # fmt: skip
+_MODELS = ("model_name", "model_id", "base_model", "model_path", "model")  # a script's own names of it
+_LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "model_max_length")  # and of the longest row
+
+
+class Started(NamedTuple):
+    """A command that trains, with what, the place of the word that says so, and the script's file where it is read."""
+
+    command: Command
+    kind: str  # "sft"; the class of a trainer that is not simulated
+    place: int
+    file: PythonFile | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +82,23 @@ class Training:
     words: str  # how it is started
     notes: tuple[str, ...]
     prompt_tokens: int | None  # of the sample that stands for data that is not read
-    keys: Mapping[str, str]  # {key of the recipe: the config's own name of it}, where those differ
+    keys: Mapping[str, str]  # {key of the recipe: the config's or the script's own name of it}, where those differ
+    fixed: frozenset[str]  # keys that the script does not take
 
 
-def training(text: str, *, folder: Path) -> Training:
-    """The first training that a script starts. Raises ConfigError."""
-    found = list(started(text))
+def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
+    """The first training that a script starts, on `ranks` where they are told beside it. Raises ConfigError."""
+    found = list(started(text, folder))
     if not found:
         raise ConfigError("no `trl sft` and no script sft.py, dpo.py, grpo.py, reward.py or rloo.py is started in it")
-    command, kind, place = found[0]
-    if kind not in OF_TRL:
-        raise ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are")
+    command, kind, place, file = found[0]
     before, script = command.words[:place], command.words[place]
+    if kind not in OF_TRL:
+        raise ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are{as_it_is(script)}")
     if "_vlm" in script:
-        raise ConfigError(f"{script} trains on images, and only training on text is read")
+        raise ConfigError(f"{script} trains on images, and only training on text is read{as_it_is(script)}")
+    if file is not None and not file.takes_trls:
+        raise ConfigError(f"{script} does not take TRL's own arguments, so they cannot be read{as_it_is(script)}")
     notes = [f"the script starts {len(found)} trainings; the first is read"] if len(found) > 1 else []
     given = arguments(command.words[place + 1 :], folder, tool=TOOL)
     prompt_tokens, keys = None, dict[str, str]()
@@ -87,13 +109,17 @@ def training(text: str, *, folder: Path) -> Training:
             named = recipe(given, folder=path.parent, trainer=kind)
             prompt_tokens, keys = named.prompt_tokens, dict(named.keys)
             given, notes = dict(named.values), [*notes, *named.notes]
-    own = [key for key in given if key in OTHERS_OWN]
-    values = {key: value for key, value in given.items() if key not in own}
+    values, names, left = _without_own(given, kind, {} if file is None else file.own)
     if before[-1:] != ("trl",) and not _TRLS.search(script) and not script.startswith("trl."):
-        left_out = f"; its {', '.join(own)} are left out" if own else ""
+        left_out = f"; left out, as its own: {', '.join(left)}" if left else ""
         notes.append(f"{script} is taken for TRL's own {kind}: what it does besides is not simulated{left_out}")
+    if file is not None and _MODEL not in values:
+        raise ConfigError(f"{script} names its model itself{as_it_is(script)}")
+    if file is not None and "dataset_name" not in values and prompt_tokens is None:
+        values, prompt_tokens, more = stand_in(kind, values)
+        notes += more
     told = told_ranks(before, {}, {})
-    launch, unread = _launch(before, told)
+    launch, unread = _launch(before, told, ranks)
     if unread:
         notes.append(f"{', '.join(unread)} of {before[0]} is not read")
     values |= launch
@@ -101,31 +127,53 @@ def training(text: str, *, folder: Path) -> Training:
     for key in ("accelerate_config", "config_file", "deepspeed", "deepspeed_config_file", "fsdp_config"):
         if isinstance(name := values.get(key), str) and name.endswith((".yaml", ".yml", ".json")):
             values[key] = _file(key, name, folder, notes)
-    ranks = values.get("num_processes")
-    if ranks is None and not {"accelerate_config", "config_file"} & values.keys():
-        ranks = started_ranks(before, told, command.variables)
+    count = values.get("num_processes") if ranks is None else ranks
+    if count is None and not {"accelerate_config", "config_file"} & values.keys():
+        count = started_ranks(before, told, command.variables)
     check_certain([key for key, value in values.items() if UNSURE in str(value) and key not in _HARMLESS])
     values = {key: value for key, value in values.items() if UNSURE not in str(value)}
     return Training(
-        kind=kind, values=values, ranks=ranks if isinstance(ranks, int) else None, notes=tuple(notes), keys=keys,
-        prompt_tokens=prompt_tokens, words=" ".join((*before[:2], script)) if before else script,
+        kind=kind, values=values, ranks=count if isinstance(count, int) else None, notes=tuple(notes),
+        keys=keys | names, fixed=frozenset() if file is None or file.takes_models else _OF_MODEL_CONFIG,
+        prompt_tokens=prompt_tokens, words=" ".join((*takewhile(_is_no_option, before[:2]), script)),
     )  # fmt: skip
+
+
+def _is_no_option(word: str) -> bool:
+    return not word.startswith("--")
+
+
+def _without_own(
+    given: Mapping[str, object], kind: str, own: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, str], list[str]]:
+    """(`given` without a script's own arguments, its own names of keys of the recipe, the names that are left out).
+
+    Its argument of the model and that of the longest row are taken, as they are given or by their defaults.
+    """
+    values = {key: value for key, value in given.items() if key not in OTHERS_OWN and key not in own}
+    said = {**{key: default for key, default in own.items() if default is not None}, **given}
+    names = dict[str, str]()
+    for key, others, kept in ((_MODEL, _MODELS, str), ("max_length", _LENGTHS, int)):
+        found = [name for name in others if name in own and isinstance(said.get(name), kept)]
+        if found and key not in values and (key == _MODEL or kind in TAKEN_BY[key]):
+            values[key], names[key] = said[found[0]], found[0]
+    return values, names, [key for key in given if key not in values and key not in names.values()]
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     """The recipe of the first training that a script starts, on its ranks or those that are told beside it."""
-    found = training(text, folder=folder)
+    found = training(text, folder=folder, ranks=ranks)
     return Foreign(
-        tool=TOOL, trainer=found.kind, values=found.values, ranks=found.ranks if ranks is None else ranks,
+        tool=TOOL, trainer=found.kind, values=found.values, ranks=found.ranks,
         keys={key: found.keys.get(key, key) for key in found.values}, notes=found.notes,
-        prompt_tokens=found.prompt_tokens,
+        prompt_tokens=found.prompt_tokens, fixed=found.fixed,
     )  # fmt: skip
 
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
     """How the training is started, TRL's trainer, and the effective batch by transformers' defaults."""
-    found = training(text, folder=folder)
-    ranks = found.ranks if ranks is None else ranks
+    found = training(text, folder=folder, ranks=ranks)
+    ranks = found.ranks
     told = {} if ranks is None else {"num_processes": ranks}
     read = launched({**found.values, **told}, of=profile(found.kind))
     if ranks is None and read.launch.ranks > 1:  # those of an accelerate config
@@ -139,16 +187,22 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
     return Explanation(tool=TOOL, lines=lines, notes=(*found.notes, *read.notes))
 
 
-def started(text: str) -> Iterator[tuple[Command, str, int]]:
-    """(a command that trains, what it trains with, the place of the word that says so)."""
+def started(text: str, folder: Path) -> Iterator[Started]:
+    """The trainings with TRL that a script in `folder` starts."""
     for command in commands(text):
         words = command.words
         if words[:1] == ("trl",) and len(words) > 1 and words[1] in (*OF_TRL, *OTHERS):
-            yield command, words[1], 1
+            yield Started(command, words[1], 1)
         elif words and words[0] in ("accelerate", "torchrun", "deepspeed", "python", "python3", "srun"):
             for place, word in enumerate(words):
-                if "swift" not in word and (match := _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)) is not None:
-                    yield command, match[1], place
+                if "swift" in word:
+                    continue
+                if (file := python_file(word, folder)) is not None:
+                    kind = file.trainer.removesuffix("Trainer").lower()
+                    yield Started(command, kind if kind in (*OF_TRL, *OTHERS) else file.trainer, place, file)
+                    break
+                if (match := _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)) is not None:
+                    yield Started(command, match[1], place)
                     break
 
 
@@ -157,6 +211,8 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     outside = [key for key in changes if key.partition(".")[0] in ("env", "launch")]
     if outside:
         raise ConfigError(f"no argument of {foreign.tool} says {outside[0]}")
+    if not_taken := [key for key in changes if key in foreign.fixed and changes[key] != foreign.values.get(key)]:
+        raise ConfigError(f"the script takes no argument {not_taken[0]}")
     named = in_its_names(foreign, changes)
     whole = merge(foreign.values, named)
     outer = dict.fromkeys(key.partition(".")[0] for key in named)
@@ -170,12 +226,15 @@ def in_its_names(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, o
     return {f"{older.get(outer, outer)}{dot}{inner}": value for outer, dot, inner, value in parts}
 
 
-def _launch(before: Sequence[str], told: Told | None) -> tuple[dict[str, object], list[str]]:
-    """({key of an accelerate launch: value} of the words before the script, options that are not read)."""
+def _launch(before: Sequence[str], told: Told | None, ranks: int | None) -> tuple[dict[str, object], list[str]]:
+    """({key of an accelerate launch: value} of the words before the script, options that are not read).
+
+    What the words say of ranks is not looked at where `ranks` are told beside the script.
+    """
     found: dict[str, object] = {}
     unread: list[str] = []
     said = dict(options(before))
-    if told is not None and (ranks := ranks_in(told)) is None:
+    if told is not None and ranks is None and (ranks := ranks_in(told)) is None:
         key = next(key for key in _COUNTS if key in said)
         check_certain([f"{key} of {before[0]}"])
     if told is not None:

@@ -42,14 +42,13 @@ from autofit.recipe.yaml_file import Source, Stated, parse_yaml, read_source, re
 def source_of(given: Stated | None, *, name: str | None = None, ranks: int | None = None) -> Source:
     """The recipe that was `given`; of another tool's file, or of its keys, the recipe that trains as that tool would.
 
-    `ranks` are those of the training, where they are told beside the file. Raises ConfigError.
+    A command of another tool, in one text, is a script of it in the working directory. `ranks` are those of the
+    training, where they are told beside the file. Raises ConfigError.
     """
+    if isinstance(given, str) and _is_command(given):
+        return _of_script(_COMMANDS_SCRIPT, given, name, ranks)
     if isinstance(given, str | os.PathLike) and Path(given).suffix in SCRIPTS:
-        path = Path(given)
-        text = script_text(path)
-        script = read_script(path, text=text, ranks=ranks)
-        origin = _origin_of_config(script, path, text, ranks) or _origin(script, path, text, ranks)
-        return _source(script, name or path.stem, f"the recipe {path}", origin)
+        return _of_script(Path(given), script_text(Path(given)), name, ranks)
     source = read_source(given, name=name)
     if source.trainer is not None or not isinstance(given, str | os.PathLike | Mapping):
         return source
@@ -59,6 +58,12 @@ def source_of(given: Stated | None, *, name: str | None = None, ranks: int | Non
         return source
     text = yaml.safe_dump(dict(source.values)) if isinstance(given, Mapping) else script_text(path)
     return _source(foreign, source.name, source.what, _origin(foreign, path, text, ranks))
+
+
+def _of_script(path: Path, text: str, name: str | None, ranks: int | None) -> Source:
+    script = read_script(path, text=text, ranks=ranks)
+    origin = _origin_of_config(script, path, text, ranks) or _origin(script, path, text, ranks)
+    return _source(script, name or path.stem, f"the recipe {path}", origin)
 
 
 def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[str, object]:
@@ -224,6 +229,7 @@ def as_long(source: Source, tokens: int | None) -> Source:
 
 
 _COMMAND = Path("the command")  # where a command is given itself, and no script
+_COMMANDS_SCRIPT = Path("command.sh")  # and under this name where changes may be written into it
 
 
 def explained(
@@ -235,7 +241,7 @@ def explained(
     tools, and for a change that cannot be written into it.
     """
     path = Path(words[0])
-    is_command = len(words) > 1 or (" " in words[0] and not path.exists() and not _is_missing_file(words[0]))
+    is_command = len(words) > 1 or _is_command(words[0])
     if is_command:
         path = _COMMAND
     if is_command or path.suffix in SCRIPTS:
@@ -254,9 +260,11 @@ def explained(
     return _with_known(changes, found), _recipe_of(found, lambda: read(path, text=edited, ranks=ranks))
 
 
-def _is_missing_file(text: str) -> bool:
-    """Whether a text that is no path is the name of a file all the same, `my file.yaml`, and no command."""
-    return Path(text).suffix in (*SCRIPTS, ".yaml", ".yml", ".json") and not starts_training(text)
+def _is_command(text: str) -> bool:
+    """Whether a text is a command; a name such as `my file.yaml` is none, whether there is such a file or not."""
+    if " " not in text.strip() or os.path.exists(text):
+        return False
+    return Path(text).suffix not in (*SCRIPTS, ".yaml", ".yml", ".json") or starts_training(text)
 
 
 def _recipe_of(found: Explanation, made: Callable[[], Foreign | None]) -> Source | None:
@@ -283,7 +291,7 @@ def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
         if found.tool is LLAMA_FACTORY and found.config is not None:
             end = next(yaml_script.started(text))[0].end
             return f"{text[:end].rstrip()} {override(key, value)}{text[end:]}"  # of several, the last counts
-    return _in_script(text, key, value)
+    return _in_script(text, key, value, folder=path.resolve().parent)
 
 
 def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[str, object]) -> bool:
@@ -313,8 +321,7 @@ def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[
 
 def _edited(origin: Mapping[str, object], own: Mapping[str, object]) -> str:
     """The text of the file that a recipe was, with these keys of its tool."""
-    path, text, tool = Path(str(origin["path"])), str(origin["text"]), origin["tool"]
-    edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if tool == VERL.name else _in_script
+    text, edit = str(origin["text"]), _editor(Path(str(origin["path"])), str(origin["tool"]))
     for key, value in own.items():
         text = edit(text, key, value)
     return text
@@ -353,7 +360,7 @@ def written(
     own = in_own_keys(foreign, changes)
     if foreign.tool == trl_script.TOOL:
         changes = trl_script.in_its_names(foreign, changes)
-    edit = _in_yaml if path.suffix not in SCRIPTS else _in_verls_script if foreign.tool == VERL.name else _in_script
+    edit = _editor(path, foreign.tool)
     for key, value in own.items():
         text = edit(text, key, value)
     again = read(path, text=text, ranks=ranks)
@@ -549,7 +556,8 @@ def stated(path: Path, text: str) -> dict[str, object]:
         content = parse_yaml(text)
         return {str(key): value for key, value in content.items()} if isinstance(content, Mapping) else {}
     begins = {command.start: command for command in commands(text)}
-    first = begins.get(verls_span(text)[0] if starts_verl(text) else getattr(_first_of(text), "start", -1))
+    start = verls_span(text)[0] if starts_verl(text) else getattr(_first_of(text, path.resolve().parent), "start", -1)
+    first = begins.get(start)
     return {} if first is None else {**first.variables, **_arguments(first.words)}
 
 
@@ -567,15 +575,23 @@ def _arguments(words: Sequence[str]) -> dict[str, object]:
     return found
 
 
-def _first_of(text: str) -> Command | None:
-    """The first training that a script starts, but for verl's."""
-    readers = (trl_script, yaml_script, hf_script, ms_swift)
-    return next((found[0] for reader in readers for found in reader.started(text)), None)
+def _editor(path: Path, tool: str) -> Callable[[str, str, object], str]:
+    """What sets a key to a value in the text of the file `path` of a tool."""
+    if path.suffix not in SCRIPTS:
+        return _in_yaml
+    return _in_verls_script if tool == VERL.name else functools.partial(_in_script, folder=path.resolve().parent)
 
 
-def _in_script(text: str, key: str, value: object) -> str:
+def _first_of(text: str, folder: Path) -> Command | None:
+    """The first training that a script in `folder` starts, but for verl's."""
+    if (first := next(trl_script.started(text, folder), None)) is not None:
+        return first.command
+    return next((found[0] for reader in (yaml_script, hf_script, ms_swift) for found in reader.started(text)), None)
+
+
+def _in_script(text: str, key: str, value: object, *, folder: Path) -> str:
     """`text` with `--key` of the first training that it starts set to `value`, None: without it; all else stays."""
-    command = _first_of(text)
+    command = _first_of(text, folder)
     if command is None:
         raise ConfigError(ms_swift.NOT_STARTED)
     start, end = command.start, command.end

@@ -175,8 +175,13 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
 def _failed(path: Path, error: Exception, place: str, steps: int, asked: list[str]) -> str:
     """What a script lacks by the `error` that it raised at a place, in a line."""
     if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package in sys.modules and package != error.name:
+            version = getattr(sys.modules[package], "__version__", "")
+            return (f"{path} imports {error.name}, which the {f'{package} {version}'.strip()} that is installed here "
+                    f"does not have ({place}); install the version that the script was written for")  # fmt: skip
         return (f"{path} imports {error.name}, which is not installed here ({place}); install it, such as by "
-                f"pip install {error.name.partition('.')[0]}")  # fmt: skip
+                f"pip install {package}")  # fmt: skip
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{path} reads {quoted(str(error.filename), 200)}, which is not there ({place}); make it first"
     wanted = f"; it wanted to reach {', '.join(dict.fromkeys(asked))}, and sees no network here" if asked else ""

@@ -1,0 +1,88 @@
+"""What a training script in Python says of itself: TRL's trainer, and arguments of its own. Read, never run."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofit.errors import ConfigError
+from autofit.files import regular_bytes
+from autofit.frontends.sharing import near
+from autofit.recipe.yaml_file import MOST_BYTES, is_open
+
+_PARSERS = ("TrlParser", "HfArgumentParser", "H4ArgumentParser")  # take the fields of TRL's configs as arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonFile:
+    """A script's trainer of TRL (its class), whether it takes TRL's arguments, and the arguments that it adds."""
+
+    trainer: str  # "GRPOTrainer"
+    takes_trls: bool
+    takes_models: bool  # those of TRL's ModelConfig too: dtype, use_peft, ...
+    own: Mapping[str, object]  # {argument: default; None where it has none, or is not written there}
+
+
+def python_file(program: str, folder: Path) -> PythonFile | None:
+    """The script `program`, started from `folder`; None if it is not there, or names no one trainer of TRL."""
+    if not is_open() or not program.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(regular_bytes(near(program, folder), most=MOST_BYTES)[0])
+    except (ConfigError, OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    used = {name for node in ast.walk(tree) for name in _made(node)}
+    known = {name for node in ast.walk(tree) for name in _of_trl(node)}
+    trainers = {name for name in used & known if name.endswith("Trainer")}
+    if len(trainers) != 1:
+        return None
+    own = {name: default for node in ast.walk(tree) for name, default in _arguments(node)}
+    return PythonFile(
+        trainer=trainers.pop(), takes_trls=bool(used & set(_PARSERS)), takes_models="ModelConfig" in known, own=own
+    )
+
+
+def as_it_is(script: str) -> str:
+    """What to do with a script that is not read, behind the reason; "" for what is no file of Python."""
+    return f"; autofit fit-check --gpu NAME {script} ... runs it as it is" if script.endswith(".py") else ""
+
+
+def _of_trl(node: ast.AST) -> Iterator[str]:
+    """Names that are TRL's: imported from it, or reached through the module."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trl":
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "trl":
+        yield node.attr
+
+
+def _made(node: ast.AST) -> Iterator[str]:
+    """Names of what is called, or subclassed."""
+    found = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+    for each in found:
+        if isinstance(each, ast.Name):
+            yield each.id
+        elif isinstance(each, ast.Attribute):
+            yield each.attr
+
+
+def _arguments(node: ast.AST) -> Iterator[tuple[str, object]]:
+    """(name, default) of the fields of a dataclass, or of an argument that is added to a parser."""
+    if isinstance(node, ast.ClassDef) and any("dataclass" in ast.dump(each) for each in node.decorator_list):
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                yield field.target.id, _default(field.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        for word in map(_constant, node.args):
+            if isinstance(word, str) and word.startswith("--"):
+                yield word[2:].replace("-", "_"), _default(node)
+
+
+def _default(node: ast.expr | None) -> object:
+    """A default that is written as a value, by itself or as `default=` of a call."""
+    if isinstance(node, ast.Call):
+        node = next((each.value for each in node.keywords if each.arg == "default"), None)
+    return _constant(node)
+
+
+def _constant(node: ast.expr | None) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
