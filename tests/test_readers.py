@@ -1303,9 +1303,9 @@ def test_a_command_in_one_text_is_a_recipe_as_a_script_of_it_is(
     source = source_of(command)
     assert (source.name, source.values["dataset_name"]) == ("command", "hf://a//b")
     assert own_text(source.foreign, {"max_length": 7}).endswith("--max_length 7")
-    with pytest.raises(ConfigError, match="no training is started in command.sh"):
+    with pytest.raises(ConfigError, match=r"no training is started in command\.sh"):
         source_of("python train.py")
-    with pytest.raises(ConfigError, match="my run.yaml does not exist"):
+    with pytest.raises(ConfigError, match=r"my run\.yaml does not exist"):
         source_of("my run.yaml")
 
 
