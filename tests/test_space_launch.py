@@ -219,6 +219,20 @@ def test_weights_in_8_bits_clash_with_fsdp2(sharding: Sharding, *, fails: bool) 
     assert [clash.key for clash in clashes(recipe)] == ["load_in_8bit"] * fails
 
 
+def test_expandable_segments_are_no_candidate_beside_vllms_sleep_mode() -> None:
+    grows = {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
+    assert [clash.key for clash in clashes(recipe_on(Launch(), **vllm, **grows))] == ["env.PYTORCH_CUDA_ALLOC_CONF"]
+    assert not list(clashes(recipe_on(Launch(), **vllm | {"vllm_enable_sleep_mode": False}, **grows)))
+    recipe = recipe_on(Launch(), **vllm)
+    names = ("env.PYTORCH_CUDA_ALLOC_CONF", "vllm_enable_sleep_mode")
+    knobs = tuple(k for k in load_space(None, trainer="grpo") if k.name in names or k.solved)
+    found = [merge(recipe.values, space.yaml_changes(c)) for space in [Space.of(recipe, knobs, device=SIM)]
+             for c in space.allowed()]  # fmt: skip
+    seen = {("env" in values and bool(values["env"]), values["vllm_enable_sleep_mode"]) for values in found}
+    assert seen == {(False, True), (False, False), (True, False)}
+
+
 @pytest.mark.parametrize(("changes", "fails"), [
     ({"load_in_4bit": True}, True), ({"load_in_8bit": True}, True), ({}, False),
     ({"load_in_4bit": True, "fp16": False, "bf16": True}, False),

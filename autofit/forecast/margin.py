@@ -13,7 +13,8 @@ from autofit.errors import option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
 from autofit.probing.result import Fidelity, ProbeResult, ProbeStatus
-from autofit.recipe.recipe import Recipe
+from autofit.recipe.findings import GROWING, GROWS, clashes
+from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.units import format_bytes
 
 WORST_ERROR_FRAC = 0.0623  # of the measured bytes, where the prediction is below them
@@ -65,7 +66,7 @@ def tight_words(result: ProbeResult, capacity_bytes: int) -> str:
 
 # The zone between "fits" and "does not fit": how far a prediction may be off, what decides, and what makes it safe.
 
-_ALLOCATOR, _GROWING = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+_ALLOCATOR = GROWING.partition(".")[2]
 _MATTERS_FRAC = 0.01  # of what is needed: fewer gaps, or a smaller reserve, are not worth a sentence
 _LESS_WOULD_DO_FRAC = 0.25  # of what is needed: a card with room for what is used has no need of less
 
@@ -148,9 +149,9 @@ def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe
     if growing is None:
         closes = ""
     elif growing <= capacity_bytes:
-        closes = f"; with {_ALLOCATOR}={_GROWING} it needs {format_bytes(growing)}"
+        closes = f"; with {_ALLOCATOR}={GROWS} it needs {format_bytes(growing)}"
     else:
-        closes = f"; {_ALLOCATOR}={_GROWING} would leave {format_bytes(growing - capacity_bytes)} too much"
+        closes = f"; {_ALLOCATOR}={GROWS} would leave {format_bytes(growing - capacity_bytes)} too much"
     return (
         f"What decides: fragmentation. {format_bytes(live)} are live in the {phase}, {format_bytes(gaps)} are gaps "
         f"between the allocator's blocks{closes}."
@@ -158,13 +159,10 @@ def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe
 
 
 def _growing_bytes(result: ProbeResult, recipe: Recipe) -> int | None:
-    """Bytes that it needs with expandable segments; None where they are not known, or the recipe cannot have them.
-
-    vLLM refuses them beside its sleep mode (CuMemAllocator).
-    """
-    sleeps = recipe.values.get("use_vllm") and recipe.values.get("vllm_enable_sleep_mode")
-    own = _ALLOCATOR in str(recipe.values.get("env", ""))
-    return None if sleeps or own else result.growing_capacity_bytes
+    """Bytes that it needs with expandable segments; None where they are not known, or the recipe cannot have them."""
+    if inner_value(recipe.values, GROWING) is not None or any(clashes(recipe, merge(recipe.values, {GROWING: GROWS}))):
+        return None
+    return result.growing_capacity_bytes
 
 
 def _safe(result: ProbeResult, capacity_bytes: int) -> str:

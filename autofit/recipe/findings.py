@@ -308,6 +308,7 @@ CHECKS = (_wrapped, _loading, _whole_base, _unsharded, _gathered, _reference, _b
 # -- settings that a training fails with once they come together, though each works by itself -------------------------
 
 SHARDING, OFFLOAD = "launch.sharding", "launch.offload"
+GROWING, GROWS = "env.PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _RMSPROP = ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")
 _OF_BITSANDBYTES = (
     "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",
@@ -437,6 +438,15 @@ CLASHES = (
         for half, ends in (("float16", "Attempting to unscale FP16 gradients"),
                            ("bfloat16", "not implemented for 'BFloat16'"))
     ),
+    Clash(  # vllm/device_allocator/cumem.py, CuMemAllocator; github.com/pytorch/pytorch/issues/147851
+        settings={
+            GROWING: (GROWS,), "use_vllm": (True,), "vllm_mode": ("colocate",), "vllm_enable_sleep_mode": (True,),
+        },
+        key=GROWING,
+        what="vLLM's sleep mode frees its memory through a pool of torch's, and none has expandable segments: vLLM "
+             "ends with `Expandable segments are not compatible with memory pool` as it starts",
+        fix="leave it out, or set vllm_enable_sleep_mode: false",
+    ),
 )  # fmt: skip
 
 
@@ -446,8 +456,10 @@ def clashes(recipe: Recipe, values: Mapping[str, object] | None = None) -> Itera
     launch = (recipe.launch if values is None else Launch.of(values)).to_values()
 
     def value(key: str) -> object:
-        outer, _, inner = key.partition(".")
-        return launch.get(inner) if outer == LAUNCH else changed.get(key, recipe.resolved.get(key))
+        outer, dot, inner = key.partition(".")
+        if outer == LAUNCH:
+            return launch.get(inner)
+        return inner_value(changed, key) if dot else changed.get(key, recipe.resolved.get(key))
 
     return (clash for clash in CLASHES if clash.is_met(value) and clash.when(recipe))  # which may read a file
 
