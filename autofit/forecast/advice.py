@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from autofit.errors import Cancelled, ConfigError, option
 from autofit.forecast.change import Change, OtherCard, Probe, Tell, Trier
-from autofit.forecast.levers import ALLOCATOR, CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
+from autofit.forecast.levers import CHECKPOINTING, ROLLOUT, Assignment, Bounds, Known, Levers
 from autofit.forecast.margin import is_safe
 from autofit.frontends.writing import in_16_bits
 from autofit.hardware.hardware import Device
@@ -28,7 +28,7 @@ from autofit.plugin.protocol import LOAD, UPDATE
 from autofit.plugin.protocol import ROLLOUT as IN_ROLLOUT
 from autofit.probing.result import ProbeResult, ProbeStatus, least_share
 from autofit.recipe.as_of import Then
-from autofit.recipe.findings import clashes
+from autofit.recipe.findings import GROWING, clashes
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge, own_names
 from autofit.space.space import QUANTIZATION, Value
@@ -117,7 +117,7 @@ def cheapest_changes(
     )
     if base is not None:
         search.learn({}, base)
-        if ALLOCATOR in levers.strengths:
+        if GROWING in levers.strengths:
             search.learn_growing(base.with_growing_segments(capacity_bytes))
     return search.run()
 
@@ -380,10 +380,10 @@ class _Search:
 
     def learn_growing(self, result: ProbeResult | None) -> None:
         """Keep the result with expandable segments, where the recipe's own run told it."""
-        if result is not None and (at := self.levers.strongest(frozenset({ALLOCATOR}))):
+        if result is not None and (at := self.levers.strongest(frozenset({GROWING}))):
             self.results[tuple(at.items())], _ = self.trier.change(self.levers, at, result)
             self.learn(at, result)
-            self._settle(frozenset({ALLOCATOR}), at)
+            self._settle(frozenset({GROWING}), at)
 
     def _ask(self, at: Assignment) -> Change:
         key = tuple(sorted(at.items()))

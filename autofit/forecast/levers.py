@@ -9,7 +9,7 @@ from typing import cast
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import EVALUATION
 from autofit.probing.result import ProbeResult
-from autofit.recipe.findings import SHARDING
+from autofit.recipe.findings import GROWING, SHARDING
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import space_knobs
@@ -17,7 +17,7 @@ from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value
 from autofit.space.traits import Traits, traits_of
 
 MICRO, ROLLOUT = "micro-batch", "rollout"
-ALLOCATOR = "env.PYTORCH_CUDA_ALLOC_CONF"
+
 SHARE, SLEEP = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing", "enable_gradient_checkpointing")
 _AS = {MICRO: "per_device_train_batch_size", ROLLOUT: "steps_per_generation"}  # whose place in the order they have
@@ -165,12 +165,16 @@ class Levers:
         return self.space.yaml_changes(found) if yaml else self.space.changes(found)
 
     def strongest(self, names: Collection[str]) -> dict[str, Value]:
-        """{setting: value}: the strongest combination of these settings that exists; {} if none does."""
+        """{setting: value}: the strongest combination of these settings that exists; {} if none does.
+
+        Expandable segments, which make nothing smaller, are not in it where some of the others rule them out.
+        """
         order = sorted(names, key=lambda name: name != MICRO)
         rows: Iterator[dict[str, Value]] = (
             dict(zip(order, row, strict=True)) for row in product(*(self.strengths[n][::-1] for n in order))
         )
-        return next((row for row in islice(rows, _MOST_ROWS) if self.candidate(row) is not None), {})
+        found = next((row for row in islice(rows, _MOST_ROWS) if self.candidate(row) is not None), {})
+        return found if found or GROWING not in names else self.strongest([n for n in order if n != GROWING])
 
 
 def _fewer(traits: Traits, own: Value, choices: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -246,7 +250,7 @@ class Bounds:
         Gaps lie among the blocks that each micro-batch makes, so they shrink as these do. Where all logits are made
         they are gigabytes (3.9 GB, simulated, in LoRA of a 7B on 2 x 4,096 tokens).
         """
-        if ALLOCATOR in at and ALLOCATOR not in known.at:
+        if GROWING in at and GROWING not in known.at:
             return self.least_bytes(known, at)
         gaps = max(0, known.outside_bytes - known.context_bytes)
         return self.least_bytes(known, at) + round(gaps * self._made_left(known, at))
@@ -296,7 +300,7 @@ class Bounds:
             return (prompt + after) / (prompt + before) if category in MADE else 1.0
         if name in CHECKPOINTING:
             return 0.0 if phase == "update" and category in ("activations", "temporaries") else 1.0
-        if name == ALLOCATOR:
+        if name == GROWING:
             return 1.0
         if name == "dtype":
             return (
