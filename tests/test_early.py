@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -170,6 +171,18 @@ def test_what_keeps_the_rules_is_refused_neither_early_nor_by_trl(
     keep_keys(trainer)
     assert early_refusal(trainer, values) is None
     assert refusal(trainer, values) is None
+
+
+@pytest.mark.parametrize("key", ["accelerator_config", "chat_template_path"])
+def test_a_file_that_trl_would_read_whole_has_a_limit(kept: Path, tmp_path: Path, key: str) -> None:
+    keep_keys("sft")
+    large, pipe = tmp_path / "large", tmp_path / "pipe"
+    with large.open("wb") as file:
+        file.truncate(3 * 2**30)
+    os.mkfifo(pipe)
+    assert re.search(f"{key} must have at most 1 MiB; .* has 3072", early_refusal("sft", {key: str(large)}) or "")
+    said = early_refusal("sft", {key: str(pipe)}) or ""
+    assert re.search("must be a file; .* is a pipe|there is no file", said)
 
 
 def test_tf32_is_no_error_where_the_recipe_is_read_without_a_card() -> None:

@@ -27,6 +27,7 @@ ACCELERATOR_KEYS = (  # AcceleratorConfig of transformers
     "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
     "gradient_accumulation_kwargs", "use_configured_state",
 )  # fmt: skip
+_MOST_BYTES = 2**20  # of a file beside a recipe
 _RATIO = 1_000_000  # transformers compares ratios of a training in millionths
 
 
@@ -62,6 +63,7 @@ def broken(values: Mapping[str, object], defaults: Mapping[str, object], ranks: 
     if values.get("dataloader_prefetch_factor") is not None and asked["dataloader_num_workers"] == 0:
         yield "dataloader_prefetch_factor needs dataloader_num_workers of 1 or more; it is 0"
     yield from _named_parts(asked)
+    yield from _large_files(asked)
     yield from _losses(asked)
     yield from _packing(asked)
     if _GROUP in defaults:
@@ -133,6 +135,18 @@ def _named_parts(asked: _Asked) -> Iterator[str]:
             yield f"accelerator_config has no key {key!r}{known}"
     if isinstance(config, str) and not config.startswith("{") and not os.path.isfile(config):
         yield f"accelerator_config must be a mapping or a JSON file; there is no file {config!r}"
+
+
+def _large_files(asked: _Asked) -> Iterator[str]:
+    """Files that TRL reads whole."""
+    for key in ("accelerator_config", "chat_template_path"):
+        name = asked.values.get(key)
+        if not isinstance(name, str) or os.path.isdir(name) or not os.path.exists(name):
+            continue
+        if not os.path.isfile(name):
+            yield f"{key} must be a file; {name!r} is a pipe or a device"
+        elif os.path.getsize(name) > _MOST_BYTES:
+            yield f"{key} must have at most {_MOST_BYTES >> 20} MiB; {name!r} has {os.path.getsize(name) >> 20}"
 
 
 def _losses(asked: _Asked) -> Iterator[str]:
