@@ -16,7 +16,7 @@ from autofit.commands.help import completion
 from autofit.commands.predict import advise, check, estimate, explain, fit_check, search
 from autofit.commands.studies import export, jobs, monitor, promote, report, run, studies, sync, ui, verify
 from autofit.commands.web import server, web
-from autofit.errors import AutofitError, ConfigError, one_line
+from autofit.errors import AutofitError, ConfigError, one_line, option
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.storage import VARIABLE, shows_password
 
@@ -93,4 +93,8 @@ def _os_error(error: OSError) -> str:
 
     if error.filename is None and error.errno in _OF_OUTPUT:
         return f"the output cannot be written: {error.strerror}; what the command did is kept, so run it again"
-    return str(cannot_write(Path(str(error.filename or ".")), error))
+    path = Path(str(error.filename or "."))
+    place = path if os.path.lexists(path) else path.parent
+    if isinstance(error, PermissionError) and not os.access(place, os.R_OK):
+        return f"{path} is closed to you: {error.strerror}; ask its owner, or choose another place ({option('dir')})"
+    return str(cannot_write(path, error))

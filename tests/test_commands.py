@@ -174,3 +174,17 @@ def test_ctrl_c_before_the_command_has_begun_is_an_interrupt_and_no_traceback(
     monkeypatch.setattr(cli, "main", interrupted)
     monkeypatch.setattr(sys, "argv", ["autofit", "studies"])
     assert start.main() == 130
+
+
+def test_a_folder_that_is_closed_to_the_user_is_told_from_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "studies"))
+
+    monkeypatch.setattr(cli, "_check_working_folder", denied)
+    assert cli.main(["studies"]) == 2
+    assert "cannot write " in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cli.main(["studies"]) == 2
+    assert "studies is closed to you: Permission denied; ask its owner" in capsys.readouterr().err
