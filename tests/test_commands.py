@@ -1,6 +1,7 @@
 """The commands: `--help` and the table of docs/commands.md have each, and signals end them as Ctrl-C does."""
 
 import argparse
+import os
 import re
 import signal
 import subprocess
