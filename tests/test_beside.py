@@ -131,6 +131,32 @@ def test_the_winner_is_simulated_again_only_where_its_trial_does_not_say_what_is
     assert "bfloat16" in str(kept["changes"])
 
 
+def test_a_winner_with_expandable_segments_is_offered_vllms_sleep_mode_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = grpo_recipe(
+        dtype="bfloat16", use_peft=True, steps_per_generation=1, generation_batch_size=4, per_device_train_batch_size=4
+    )
+    asked = list[Values]()
+
+    def probe(_: Estimator, values: Values) -> ProbeResult:
+        asked.append(values)
+        return run(values)
+
+    monkeypatch.setattr(Estimator, "probe", probe)
+    estimator = Estimator(
+        recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, folder=Path(), worst_case=Path(),
+        server=cast(ForkServer, None), deadline_s=1.0,
+    )  # fmt: skip
+    grows = {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+    best = Trial(
+        number=3, tier="neutral", params={}, changes=grows, result=replace(run(recipe.values), device="sim:h100")
+    )  # fmt: skip
+    outside(best, [best], estimator, "neutral")
+    assert any(values.get("vllm_enable_sleep_mode") for values in asked)
+    assert not any(values.get("env") for values in asked)
+
+
 def test_what_lies_outside_is_a_line_each_with_its_option() -> None:
     change = Outside.of(faster(below="neutral")[0][0], step_s=9.0)
     _, line, tries = outside_lines([change], {"dtype": None}, "neutral", fits=True)

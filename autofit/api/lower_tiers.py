@@ -14,9 +14,11 @@ from autofit.forecast.estimate import Estimator
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus
+from autofit.recipe.findings import GROWING
 from autofit.recipe.keys import TIERS, Tier
-from autofit.recipe.recipe import Recipe, merge, own_names
-from autofit.space.knob import Value
+from autofit.recipe.recipe import Recipe, inner_value, merge, own_names
+from autofit.space.knob import Value, space_knobs
+from autofit.space.narrow import open_clashes
 from autofit.space.space import Candidate, Space
 from autofit.space.traits import describe_changes
 from autofit.tuning.comparison import plainest
@@ -170,6 +172,9 @@ def outside(
     if allow == TIERS[-1]:
         return None
     tuned = _with(estimator.recipe, best.changes)
+    grows = inner_value(best.changes, GROWING) is not None
+    if grows and any(clash.key == GROWING for clash in open_clashes(tuned, space_knobs(tuned))):
+        tuned = _with(estimator.recipe, merge(best.changes, {GROWING: None}))  # they rule out vLLM's sleep mode
     estimator, levers = replace(estimator, recipe=tuned), Levers.of(tuned, estimator.device)
     base = best.result
     if base is None or base.device != estimator.device or asks_of_sizes(levers, below=allow):
