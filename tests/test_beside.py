@@ -135,9 +135,11 @@ def test_a_winner_with_expandable_segments_is_offered_vllms_sleep_mode_without_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = grpo_recipe(
-        dtype="bfloat16", use_peft=True, steps_per_generation=1, generation_batch_size=4, per_device_train_batch_size=4
-    )
-    asked = list[Values]()
+        dtype=None, steps_per_generation=1, generation_batch_size=4, per_device_train_batch_size=4,
+        gradient_accumulation_steps=4, use_vllm=False, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3,
+        vllm_enable_sleep_mode=False, gradient_checkpointing=True,
+    )  # fmt: skip
+    recipe, asked = replace(recipe, weights_bytes=19 * GB), list[Values]()
 
     def probe(_: Estimator, values: Values) -> ProbeResult:
         asked.append(values)
