@@ -349,6 +349,46 @@ def test_a_script_is_led_from_other_commands(script: Path, capsys: pytest.Captur
         assert f"autofit fit-check --gpu NAME {script}" in capsys.readouterr().err
 
 
+OF_UNSLOTH = """
+from unsloth import FastLanguageModel, is_bfloat16_supported
+from unsloth.chat_templates import get_chat_template, train_on_responses_only
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("little", max_seq_length=96)
+model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=CHECKPOINTS)
+data = load_dataset("somebody/texts", split="train").map(lambda row: {"text": row["text"]})
+trainer = SFTTrainer(model=model, tokenizer=get_chat_template(tokenizer, "qwen-2.5"), train_dataset=data,
+                     args=SFTConfig(output_dir="out", per_device_train_batch_size=32, report_to="none"))
+train_on_responses_only(trainer, instruction_part="a", response_part="b").train()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_of_unsloth_trains_with_transformers_peft_and_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 4 bits with adapters of float32, samples of the model's length, and float16 on a card without bfloat16."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "little").mkdir()
+    known = catalogue.architecture("Qwen/Qwen2.5-0.5B")
+    assert known is not None
+    config = {**known.config, "num_hidden_layers": 2}
+    (tmp_path / "little" / "config.json").write_text(json.dumps(config))
+    peaks = {}
+    for checkpoints in ("'unsloth'", "False"):
+        (tmp_path / "train.py").write_text(OF_UNSLOTH.replace("CHECKPOINTS", checkpoints))
+        run = fit_script(Script(path=tmp_path / "train.py", prompt_tokens=512), gpu="t4")
+        peaks[checkpoints] = run.found.peak_allocated_bytes
+        assert run.longest_tokens == 96
+    assert peaks["'unsloth'"] < peaks["False"]
+    weights = sum(row.allocated_bytes for row in run.found.alive_at_peak if row.category == "weights")
+    assert weights < 0.6e9
+    trained = sum(row.allocated_bytes for row in run.found.alive_at_peak if "_make_float32" in row.short_place)
+    assert trained == 4 * 2 * 8 * (2 * 1792 + 2 * 1024 + 3 * 5760)  # rank 8 on seven products of two layers
+    assert "unsloth" not in sys.modules
+    assert any("upper bounds" in note for note in run.found.notes)
+
+
 TRAINS = """
 !pip install -q trl
 import torch

@@ -165,6 +165,11 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from imports(node)
 
 
+def imports_any(code: str, packages: Sequence[str]) -> bool:
+    """Whether `code` imports one of the packages, but for a `try` that does without."""
+    return any(name.partition(".")[0] in packages for name in imports(ast.parse(code)))
+
+
 def _copes(node: ast.Try) -> bool:
     """Whether a `try` does without what it imports."""
     return any(each.type is None or "Error" in ast.unparse(each.type) or "Exception" in ast.unparse(each.type)

@@ -224,6 +224,10 @@ def _stood_in(
             models = StandIns(made.folder, _unsaid if script.of_libraries else card.note)
             stack.callback(lambda: made.tell(models.longest))
             stack.enter_context(models.in_place())
+            if "unsloth" in code:
+                from autofit.scripts.unsloth import unsloth_stood_in
+
+                stack.enter_context(unsloth_stood_in(code, card.note))
             if not script.of_libraries:
                 from autofit.scripts.stand_ins import options_understood, understood
 
