@@ -7,7 +7,7 @@ gives them (read at unsloth 015bdef0 and unsloth-zoo ce232d6c): 4 bits, adapters
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from types import ModuleType
@@ -78,7 +78,9 @@ class _Unsloth:
                 named |= {"bf16": _has_bf16(), "fp16": not _has_bf16()}
             if has_length and self._longest is not None:
                 named["max_length"] = min(named.get("max_length") or self._longest, self._longest)
-            original(of, *given, **named)
+            if named.pop("use_vllm", False):
+                self._note("use_vllm: transformers generates in its place, and the memory of vLLM is not simulated")
+            original(of, *given, **_with_whole_groups(named))
 
         return __init__
 
@@ -103,7 +105,7 @@ class _Unsloth:
     def from_pretrained(
         self, model_name: str, max_seq_length: int | None = 2048, dtype: Any = None, load_in_4bit: bool = True,
         load_in_8bit: bool = False, load_in_16bit: bool = False, full_finetuning: bool = False,
-        fast_inference: bool = False, quantization_config: Any = None, trust_remote_code: bool = False,
+        quantization_config: Any = None, trust_remote_code: bool = False,
         float32_mixed_precision: bool | None = None, **_: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """The model on the card and its tokenizer, by Unsloth's defaults."""
@@ -119,8 +121,6 @@ class _Unsloth:
             )  # fmt: skip
         if load_in_4bit and not whole:
             self._note("Unsloth's own copies in 4 bits keep some layers in 16, which all count as 4 bits here")
-        if fast_inference:
-            self._note("fast_inference: the memory that vLLM takes beside the training is not simulated")
         named = {} if quantization_config is None else {"quantization_config": quantization_config}
         model = AutoModelForCausalLM.from_pretrained(
             model_name, dtype=half, device_map={"": 0}, trust_remote_code=trust_remote_code, **named
@@ -173,6 +173,13 @@ class _Arguments(trl.SFTConfig):  # type: ignore[misc]
 
     def __init__(self, *given: Any, embedding_learning_rate: float | None = None, **named: Any) -> None:
         super().__init__(*given, **named)
+
+
+def _with_whole_groups(named: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's arguments, with a micro-batch of a group's completions where it holds no whole groups."""
+    group = named.get("num_generations")
+    micro, steps = named.get("per_device_train_batch_size", 8), named.get("gradient_accumulation_steps", 1)
+    return {**named, "per_device_train_batch_size": group} if group and micro * steps % group else dict(named)
 
 
 def _make_float32(model: Any) -> None:
