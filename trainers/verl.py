@@ -242,7 +242,8 @@ class VerlLoop(Loop):
         rows, budget = settings.ref_log_prob_micro_batch_size_per_gpu, settings.ref_log_prob_max_token_len_per_gpu
         engine = self._reference
         adapters: AbstractContextManager[Any] = nullcontext()
-        if engine is None:
+        if engine is None:  # it scores as the actor does (v1/trainer_base.py, _compute_ref_log_prob)
+            rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
             engine = self.actor
             adapters = engine.without_adapters()
             if settings.param_offload:
@@ -329,6 +330,7 @@ class VerlTrainer(LoopTrainer):
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
         packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
         scored="log_prob_micro_batch_size_per_gpu", referred="ref_log_prob_micro_batch_size_per_gpu",
+        referrers="ref_ulysses_sequence_parallel_size",
         unreduced="use_no_sync_for_gradient_accumulation",
     )  # fmt: skip
 
@@ -337,6 +339,8 @@ class VerlTrainer(LoopTrainer):
         """The keys of its space: a proof of any of them is refused in one sentence, as nothing trains here."""
         return (
             *super().compared, "steps_per_generation", "ppo_max_token_len_per_gpu", "enable_gradient_checkpointing",
+            "log_prob_micro_batch_size_per_gpu", "ref_log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu", "ref_log_prob_max_token_len_per_gpu",
             "param_offload", "optimizer_offload", "gpu_memory_utilization", "tensor_model_parallel_size",
             "use_no_sync_for_gradient_accumulation",
         )  # fmt: skip

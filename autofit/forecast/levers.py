@@ -283,7 +283,10 @@ class Bounds:
     def _share(self, name: str, before: Value, after: Value, phase: str, category: str) -> float:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
-        if name in (MICRO, keys.budget):
+        phases = traits_of({MICRO: keys.micro_batch}.get(name, name), self.stated).phases
+        if phases is not None and phase not in phases:
+            return 1.0
+        if name in (MICRO, keys.budget, keys.scored, keys.referred):
             scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer", EVALUATION)
             return number(after) / number(before) if scales else 1.0
         if name == keys.evaluation:
