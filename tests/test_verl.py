@@ -901,6 +901,54 @@ def test_phases_come_in_verls_order_and_their_bytes_grow_with_their_own_micro_ba
     scores = simulated(model, tmp_path, **TWO, log_prob_micro_batch_size_per_gpu=4)
     assert scores.peaks["old log-probs"] > small.peaks["old log-probs"]
     assert scores.peaks["update"] == small.peaks["update"]
+    adapters = [
+        simulated(model, tmp_path, **TWO, lora_rank=8, log_prob_micro_batch_size_per_gpu=own,
+                  ref_log_prob_micro_batch_size_per_gpu=other)
+        for own, other in ((2, 2), (4, 2), (2, 4))
+    ]  # fmt: skip
+    of = [run.peaks["reference"] for run in adapters]  # the actor without adapters, as it scores
+    assert of[1] - of[0] == pytest.approx(scores.peaks["old log-probs"] - small.peaks["old log-probs"], rel=0.1)
+    assert of[2] == pytest.approx(of[0], rel=1e-4)
+
+
+def test_responses_end_where_the_engine_cuts_them(model: Path, tmp_path: Path) -> None:
+    """max_response_length beyond the model's context was simulated whole, and verl never makes it."""
+    short = simulated(model, tmp_path, max_response_length=16)
+    stated = simulated(model, tmp_path, max_response_length=4000, max_model_len=32)
+    positions = simulated(model, tmp_path, max_response_length=4000, max_position_embeddings=32)
+    assert stated.peaks == positions.peaks == short.peaks
+    worst_case = WorstCase(path=worst_case_path(tmp_path))
+    asked = Inspection(device="sim:h100", worst_case=worst_case, ranks=2)
+    facts = TRAINER.inspect(values_of(model, max_response_length=4000, max_model_len=32), asked)
+    assert facts.resolved["max_response_length"] == 16
+    assert any("a response ends after 16 tokens, not after max_response_length 4,000" in note for note in facts.notes)
+    with pytest.raises(ConfigError, match=r"leaves no token of rollout.max_model_len 16 to generate"):
+        TRAINER.inspect(values_of(model, max_model_len=16), asked)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({f"{ROLLOUT}.max_model_len": 40000}, "above the model's max_position_embeddings 32,768; verl ends when"),
+        ({"data.max_prompt_length": 32768}, "leaves no token of the model's max_position_embeddings 32,768"),
+        ({f"{ROLLOUT}.max_num_batched_tokens": 128}, "128 must be at least rollout.max_num_seqs 256; vLLM ends"),
+    ],
+)
+def test_lengths_that_the_rollouts_engine_does_not_take_are_named_before_a_start(
+    changed: Mapping[str, object], message: str
+) -> None:
+    assert any(message in wrong for wrong in verl_rules.explain({**QWEN, **changed}).wrong)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        verl_recipe.recipe({**QWEN, **changed})
+
+
+def test_explain_says_where_the_engine_cuts_a_response() -> None:
+    longer = {**QWEN, "data.max_response_length": 40000}
+    assert "after 32,256 tokens" in dict(verl_rules.explain(longer).lines)["responses"]
+    wider = {**longer, "actor_rollout_ref.model.override_config.max_position_embeddings": 65536}
+    assert "responses" not in dict(verl_rules.explain(wider).lines)
+    packed = {**longer, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.{BUDGET}": 32768}
+    assert not verl_rules.explain(packed).wrong  # no sample is longer than the context
 
 
 def test_fsdp2s_own_offloading_leaves_no_states_on_the_card_and_takes_the_place_of_verls(

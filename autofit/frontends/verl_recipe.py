@@ -31,6 +31,7 @@ from autofit.frontends.verl_rules import (
     critic_values,
     engine_sizes,
     largest_rank,
+    longest_sample,
     older_micro,
     sharded_head,
     uneven,
@@ -357,9 +358,8 @@ def _defers(config: VerlConfig, batch: Batch) -> bool:
         return False
     if not config.is_on(f"{A}.use_dynamic_bsz"):
         return batch.each > (batch.micro or 1)
-    tokens = sum(config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
     budget = config.whole(f"{A}.ppo_max_token_len_per_gpu") or 1
-    return batch.each * tokens > budget * sequence_parallel(config)
+    return batch.each * longest_sample(config) > budget * sequence_parallel(config)
 
 
 def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:
