@@ -5,7 +5,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +27,9 @@ from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import adapter_bytes
+from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import cheapest_changes
-from autofit.forecast.shop import Offer, OfferVerdict
+from autofit.forecast.shop import Offer, OfferVerdict, Shop
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
 from autofit.frontends.verl_settings import KEYS, Settings
@@ -775,6 +776,54 @@ def test_a_search_steps_each_number_without_an_order_of_memory_before_it_fills_t
     assert changed[:3] == [{}, {share: 0.6}, {tensor: 1}]
     assert changed[3][tensor] == 1  # then more memory, from the fastest
     assert len(changed[3]) > 1
+
+
+@dataclass
+class Cards:
+    """Cards on which bytes and seconds grow with a verl recipe's sizes."""
+
+    asked: list[Mapping[str, object]] = field(default_factory=list)
+
+    def __call__(self, device: str, capacity_bytes: int, values: Mapping[str, object]) -> ProbeResult:
+        self.asked.append(values)
+        size = cast(int, values[BUDGET]) // 3072 if values["use_dynamic_bsz"] else values[MICRO]
+        logits = {"update": 4 * cast(int, size) * GIB, "old log-probs": cast(int, values[SCORED]) * GIB}
+        peaks = {phase: 20 * GIB + held for phase, held in logits.items()}
+        used = max(peaks.values())
+        fits = used <= capacity_bytes
+        return ProbeResult(
+            status=ProbeStatus.FIT if fits else ProbeStatus.OOM, device=device, device_used_bytes=used,
+            least_capacity_bytes=None if fits else used, step_s=(10 + 40 / cast(int, size),),
+            phases=tuple(
+                PhasePeak(name=name, peak_allocated_bytes=peak, peak_reserved_bytes=peak, device_used_bytes=peak)
+                for name, peak in peaks.items()
+            ),
+            categories={phase: {"logits": held} for phase, held in logits.items()},
+        )  # fmt: skip
+
+
+MICRO, SCORED = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    ("own", "card", "wanted"),
+    [
+        ({MICRO: 1}, "h100", {MICRO: 8}),  # 20 + 4 x 8 GiB, of 79; 16 do not fit
+        ({MICRO: 64, "gradient_accumulation_steps": 1, "steps_per_generation": 1}, "a100-40gb", {MICRO: 4}),
+        ({"use_dynamic_bsz": True, BUDGET: 3072}, "h100", {BUDGET: 3072 * 8}),
+        ({"use_dynamic_bsz": True, BUDGET: 3072 * 32}, "a100-40gb", {BUDGET: 3072 * 4}),
+    ],
+)
+def test_an_advice_on_cards_has_the_fastest_micro_batches_that_fit(
+    own: dict[str, Any], card: str, wanted: dict[str, int]
+) -> None:
+    """A card with room got the user's own smallest micro-batch, and a token budget was never another one."""
+    cards = Cards()
+    recipe = space_of(**own).recipe
+    offer = Shop(recipe, cards, {}).offers([gpu_spec(card)], (8,))[0]
+    assert offer.fits
+    assert {key: offer.changes.get(key) for key in wanted} == wanted
+    assert len(cards.asked) < 10
 
 
 def test_a_share_in_which_vllm_does_not_start_rules_no_larger_one_out() -> None:

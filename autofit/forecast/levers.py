@@ -7,7 +7,7 @@ from itertools import islice, product
 from typing import cast
 
 from autofit.hardware.hardware import Device
-from autofit.plugin.protocol import EVALUATION
+from autofit.plugin.protocol import EVALUATION, UPDATE
 from autofit.probing.result import ProbeResult
 from autofit.recipe.findings import SHARDING
 from autofit.recipe.keys import TIERS, Tier
@@ -56,6 +56,11 @@ class Levers:
     def traits(self, name: str) -> Traits:
         """The traits of a setting's knob."""
         return traits_of(_AS[name]) if name in _AS else self._listed[name][0].traits
+
+    def phases(self, name: str) -> tuple[str, ...]:
+        """The phases of a step that a setting changes, where its knob says them; else ()."""
+        knob = self._listed.get(self.space.keys.micro_batch if name == MICRO else name)
+        return () if knob is None else knob[0].traits.phases or ()
 
     def rank(self, name: str) -> int:
         """The place of a setting in the order in which a practitioner tries them."""
@@ -132,6 +137,23 @@ class Levers:
         whole = self.space.recipe.effective_batch_size // self.space.recipe.world_size
         return tuple(n for n in range(number(self.own[name]) + 1, whole + 1) if whole % n == 0
                      if self.candidate({name: n}))  # fmt: skip
+
+    @property
+    def size(self) -> str:
+        """The setting of how much a micro-batch holds: its samples, or its tokens where they are packed by these."""
+        keys = self.space.keys
+        return keys.budget if keys.budget in self.own and MICRO not in self.own else MICRO
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The settings of how much a pass without gradients holds."""
+        phases = {name: self.phases(name) for name in self.own}
+        return tuple(name for name, found in phases.items() if found and UPDATE not in found)
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """The trainer's own settings of what waits in host memory."""
+        return tuple(name for name in self.own if name in self._listed and self.traits(name).offloads)
 
     def candidate(self, at: Assignment) -> Candidate | None:
         """The candidate with these settings, and the recipe's others; None if there is none."""

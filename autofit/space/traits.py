@@ -51,6 +51,7 @@ class Traits:
     than: tuple[object, ...] | None = None  # the recipe's values than which those may need less; None: any
     frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: what a batch makes
     phases: tuple[str, ...] | None = None  # that it changes, of a step; None: any
+    offloads: bool = False  # whether it moves something into the memory of the host
     loads: bool = False  # it changes what is held once the models are loaded, before there is a batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
@@ -116,7 +117,7 @@ def _stated(where: str, entry: Mapping[str, object]) -> dict[str, Any]:
     given = {name: entry[name] for name in NAMES if name in entry}
     kinds: Mapping[str, tuple[type, ...]] = {
         "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,),
-        "loads": (bool,), "beside": (dict,),
+        "loads": (bool,), "offloads": (bool,), "beside": (dict,),
         "also": (list, tuple), "than": (list, tuple), "phases": (list, tuple),
     }  # fmt: skip
     for name, kind in kinds.items():
