@@ -182,8 +182,9 @@ def older_micro(config: VerlConfig, batch: Batch) -> str:
 
 def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     """What is certain of the rest: what keeps the gradient, and which further models there are."""
-    yield Line("neutral", "ppo_micro_batch_size_per_gpu, use_dynamic_bsz with its token budget, offloads, the "
-                          "rollout's tensor parallel: none changes what an optimizer step averages over")  # fmt: skip
+    yield Line("neutral", "ppo_micro_batch_size_per_gpu, the log_prob sizes, use_dynamic_bsz with its token budget, "
+                          "offloads, the rollout's tensor parallel: none changes what an optimizer step averages "
+                          "over")  # fmt: skip
     kl = config.is_on(f"{ACTOR}.use_kl_loss")
     rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
     adapters = rank is not None or "actor_rollout_ref.model.lora_adapter_path" in config.said
