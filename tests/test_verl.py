@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import optuna
 import pytest
 import tiny
@@ -776,6 +777,12 @@ def test_a_search_steps_each_number_without_an_order_of_memory_before_it_fills_t
     assert changed[:3] == [{}, {share: 0.6}, {tensor: 1}]
     assert changed[3][tensor] == 1  # then more memory, from the fastest
     assert len(changed[3]) > 1
+    free = np.arange(len(grid))
+    larger, several = (grid.find({**tried[0], share: 0.6, **more}) for more in ({}, {tensor: 1}))
+    assert larger is not None
+    assert several is not None
+    assert grid.stepped(0, [0], [several], free) == larger  # what waits, or died, with other changes says nothing
+    assert grid.stepped(0, [0], [larger], free) == grid.find({**tried[0], tensor: 1})
 
 
 @dataclass

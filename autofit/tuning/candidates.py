@@ -93,19 +93,23 @@ class Grid:
     def params(self, place: int) -> dict[str, Value]:
         return dict(zip(self.names, self.candidates[place].values, strict=True))
 
-    def stepped(self, place: int, tried: Sequence[int], free: NDArray[np.intp]) -> int | None:
-        """The one of `free` with the next number of a knob without memory order; None where that was tried before.
+    def stepped(self, place: int, fits: Sequence[int], pending: Sequence[int], free: NDArray[np.intp]) -> int | None:
+        """The one of `free` with the next number of a knob without memory order; None where one with it fits already.
 
         A share of the card steps up, as a larger one holds more completions; other numbers down, and then up.
         """
-        own, seen, allowed = self.params(place), [self.params(at) for at in tried], set(free.tolist())
+        own, allowed = self.params(place), set(free.tolist())
+        seen, waits = ([self.params(at) for at in places] for places in (fits, pending))
         for name, ways in self.unordered.items():
             numbers = sorted(cast("Sequence[float]", self.choices[self.names.index(name)]))
             for way in ways:
                 at = numbers.index(cast(float, own[name])) + way
                 if not 0 <= at < len(numbers) or numbers[at] in [params[name] for params in seen]:
                     continue
-                if (found := self.find({**own, name: numbers[at]})) in allowed:
+                wanted = {**own, name: numbers[at]}
+                if wanted in waits:  # whether to step the other way is known after it
+                    break
+                if (found := self.find(wanted)) in allowed:
                     return found
         return None
 

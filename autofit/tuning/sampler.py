@@ -285,8 +285,8 @@ class PriorSampler(CandidateSampler):
         fits = [o for o in told if o.fits and o.step_s is not None]
         if fits:
             fastest = min(fits, key=lambda o: (self.tiers[o.place], o.step_s))
-            tried = [*(o.place for o in told), *self.ledger.pending]
-            if (step := self.grid.stepped(fastest.place, tried, free)) is not None:
+            step = self.grid.stepped(fastest.place, [o.place for o in fits], self.ledger.pending, free)
+            if step is not None:
                 return np.array([step])
             return free[self.grid.needs_no_less(fastest.place, free)]
         if len(told) < _OOMS_TO_DOUBT:
