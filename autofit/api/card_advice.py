@@ -248,7 +248,7 @@ class CardAdvice(Shown):
         host += "Blocks that PyTorch only keeps are left out of device-used where they fill the card. " if full else ""
         sized = profile(self.recipe.trainer).own_launch
         larger = ", then with the largest micro-batches that fit, where they are faster" if sized else ""
-        one = "a number of cards" if sized else "one card"
+        one = "one number of cards" if sized else "one card"
         return host + (
             f"Every row is the recipe as it is, or with the mildest change that fits{larger}; host RAM is what the "
             "tensors of all ranks of a machine need to load, train and save, without Python and its libraries; "
