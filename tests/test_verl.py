@@ -30,6 +30,7 @@ from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import adapter_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import cheapest_changes
+from autofit.forecast.levers import Bounds, Known
 from autofit.forecast.shop import Offer, OfferVerdict, Shop
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
@@ -54,6 +55,7 @@ from autofit.tuning.sampler import make_sampler
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
+MICRO, SCORED = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"
 REF, BUDGET = "actor_rollout_ref.ref", "ppo_max_token_len_per_gpu"
 ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 QWEN: dict[str, object] = {
@@ -730,6 +732,19 @@ def test_passes_without_gradients_have_sizes_of_their_own_that_divide_a_ranks_ro
     assert not {scored, referred} & packed.params(packed.baseline).keys()
 
 
+def test_a_size_of_one_pass_frees_nothing_of_the_other() -> None:
+    """With the reference as large as old log-probabilities, a change of one alone cannot fit, and was simulated."""
+    space = space_of(reference=True, **{SCORED: 8, f"ref_{SCORED}": 8})
+    held = {"old log-probs": {"logits": 80 * GIB}, "reference": {"logits": 80 * GIB}}
+    known = Known({}, held, outside_bytes=0, context_bytes=0)
+    bounds = Bounds(space.recipe, space.params(space.baseline), space.stated)
+    assert bounds.least_bytes(known, {SCORED: 1}) == 80 * GIB
+    assert bounds.least_bytes(known, {SCORED: 1, f"ref_{SCORED}": 2}) == 20 * GIB
+    adapters = space_of(reference=True, lora_rank=8, **{SCORED: 8})  # the actor scores for its reference
+    bounds = Bounds(adapters.recipe, adapters.params(adapters.baseline), adapters.stated)
+    assert bounds.least_bytes(known, {SCORED: 2}) == 20 * GIB
+
+
 def test_a_pass_without_gradients_keeps_its_tokens_where_the_updates_change() -> None:
     """verl's own default of them is the update's, so a trial that changes this one alone says them too."""
     foreign = verl_recipe.recipe({**QWEN, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.{BUDGET}": 8192})
@@ -807,9 +822,6 @@ class Cards:
             ),
             categories={phase: {"logits": held} for phase, held in logits.items()},
         )  # fmt: skip
-
-
-MICRO, SCORED = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"
 
 
 @pytest.mark.parametrize(

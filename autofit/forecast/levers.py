@@ -250,13 +250,22 @@ class Known:
         return cls(at, result.categories, max(context_bytes, need - most), context_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bounds:
     """Lower bounds for a recipe whose settings are `own`."""
 
     recipe: Recipe
     own: Assignment
     stated: Mapping[str, object] = field(default_factory=dict)  # traits that the space of the settings states itself
+
+    @cached_property
+    def _phases(self) -> Mapping[str, tuple[str, ...]]:
+        """{setting: the phases that it changes} where its knob says them, but those that another one changes alone."""
+        keys = {name: self.recipe.keys.micro_batch if name == MICRO else name for name in self.own}
+        said = {name: traits_of(key, self.stated).phases for name, key in keys.items()}
+        found = {name: phases for name, phases in said.items() if phases is not None}
+        alone = {phases[0]: name for name, phases in found.items() if len(phases) == 1}
+        return {name: tuple(p for p in phases if alone.get(p, name) == name) for name, phases in found.items()}
 
     def least_bytes(self, known: Known, at: Assignment) -> int:
         """The least device-used bytes with the settings `at`, which are at least as strong as those of `known`."""
@@ -305,8 +314,7 @@ class Bounds:
     def _share(self, name: str, before: Value, after: Value, phase: str, category: str) -> float:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
-        phases = traits_of({MICRO: keys.micro_batch}.get(name, name), self.stated).phases
-        if phases is not None and phase not in phases:
+        if name in self._phases and phase not in self._phases[name]:
             return 1.0
         if name in (MICRO, keys.budget, keys.scored, keys.referred):
             scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer", EVALUATION)
