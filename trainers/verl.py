@@ -26,7 +26,7 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.frontends import verl_recipe
-from autofit.frontends.verl_rules import SHARDED_HEAD
+from autofit.frontends.verl_rules import SHARDED_HEAD, cut_responses, without_room
 from autofit.frontends.verl_settings import SGLANG, Settings
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import go_offline_without_a_hub, model_config
@@ -122,7 +122,8 @@ class VerlLoop(Loop):
             spec=gpu.spec, costs=gpu.clock.costs, decoder=decoder, weights_bytes=served,
             utilization=settings.gpu_memory_utilization, share_key="actor_rollout_ref.rollout.gpu_memory_utilization",
             length_key="actor_rollout_ref.rollout.max_model_len",
-            longest=int(settings.max_model_len or getattr(config, "max_position_embeddings", None) or settings.tokens),
+            longest=int(settings.max_model_len or settings.max_position_embeddings
+                        or getattr(config, "max_position_embeddings", None) or settings.tokens),
             most_sequences=settings.max_num_seqs, ranks=tensor, batched_tokens=settings.max_num_batched_tokens,
             eager=settings.enforce_eager, sleeps=settings.free_cache_engine, lora_rank=adapters,
             static_share=by_sglang, keeps_weights=by_sglang and bool(adapters),
@@ -242,7 +243,8 @@ class VerlLoop(Loop):
         rows, budget = settings.ref_log_prob_micro_batch_size_per_gpu, settings.ref_log_prob_max_token_len_per_gpu
         engine = self._reference
         adapters: AbstractContextManager[Any] = nullcontext()
-        if engine is None:
+        if engine is None:  # it scores as the actor does (v1/trainer_base.py, _compute_ref_log_prob)
+            rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
             engine = self.actor
             adapters = engine.without_adapters()
             if settings.param_offload:
@@ -329,6 +331,7 @@ class VerlTrainer(LoopTrainer):
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
         packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
         scored="log_prob_micro_batch_size_per_gpu", referred="ref_log_prob_micro_batch_size_per_gpu",
+        referrers="ref_ulysses_sequence_parallel_size",
         unreduced="use_no_sync_for_gradient_accumulation",
     )  # fmt: skip
 
@@ -337,6 +340,8 @@ class VerlTrainer(LoopTrainer):
         """The keys of its space: a proof of any of them is refused in one sentence, as nothing trains here."""
         return (
             *super().compared, "steps_per_generation", "ppo_max_token_len_per_gpu", "enable_gradient_checkpointing",
+            "log_prob_micro_batch_size_per_gpu", "ref_log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu", "ref_log_prob_max_token_len_per_gpu",
             "param_offload", "optimizer_offload", "gpu_memory_utilization", "tensor_model_parallel_size",
             "use_no_sync_for_gradient_accumulation",
         )  # fmt: skip
@@ -362,18 +367,19 @@ class VerlTrainer(LoopTrainer):
         alone = _reads_shards_of_the_head(values, settings, inspection)
         if alone and settings.use_fused_kernels:
             raise ConfigError(SHARDED_HEAD)
-        parameters = self._keep_model(settings, inspection)
+        config = _text_config(settings, settings.model_path, "model_path")
+        settings, cut = _served(settings, config)
+        parameters = self._keep_model(settings, config, inspection)
         itemsize = DTYPES[settings.model_dtype].itemsize
         return replace(
             facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
             model_parameters=parameters, weights_bytes=parameters * itemsize,
-            resolved=asdict(settings), version=verl_recipe.VERSION,
+            resolved=asdict(settings), version=verl_recipe.VERSION, notes=(*facts.notes, *((cut,) if cut else ())),
             left_out={"use_fused_kernels": SHARDED_HEAD} if alone else {},
         )  # fmt: skip
 
-    def _keep_model(self, settings: Settings, inspection: Inspection) -> int:
+    def _keep_model(self, settings: Settings, config: Any, inspection: Inspection) -> int:
         """The parameters of the actor; its config and the critic's are kept beside the longest sample."""
-        config = _text_config(settings, settings.model_path, "model_path")
         _check_sharing(settings, config)
         config.save_pretrained(inspection.worst_case.folder / _MODEL)
         if settings.critic:
@@ -394,11 +400,23 @@ class VerlTrainer(LoopTrainer):
         version = 2 if os.environ.get("FSDP_VERSION") == "2" else 1
         reshards = _reshards(version)
         setup = Setup(device=device, sample={})
+        settings, _ = _served(settings, model_config(str(task.worst_case.folder / _MODEL)))
         loop = VerlLoop(settings, setup, folder=task.worst_case.folder, version=version, reshards=reshards)
         return VerlRun(loop, settings, steps=task.steps or 1)
 
     def small_trainings(self, *args: Any, **options: Any) -> Any:
         raise ConfigError(_NOT_COMPARED)
+
+
+def _served(settings: Settings, config: Any) -> tuple[Settings, str]:
+    """(the settings with responses as long as the engine makes them, why they are cut). Raises ConfigError."""
+    positions = settings.max_position_embeddings or getattr(config, "max_position_embeddings", None)
+    prompt, stated = settings.max_prompt_length, settings.max_model_len
+    if refused := next(without_room(stated=stated, positions=positions, prompt=prompt), None):
+        raise ConfigError(refused)
+    longest, response = stated or positions, settings.max_response_length
+    cut = cut_responses(longest=longest, prompt=prompt, response=response, stated=stated is not None)
+    return replace(settings, max_response_length=min(response, (longest or prompt + response) - prompt)), cut
 
 
 def _text_config(settings: Settings, name: str, key: str) -> Any:

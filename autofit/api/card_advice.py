@@ -148,11 +148,12 @@ class CardAdvice(Shown):
             steps = f"{STEPS:,} steps of {format_seconds(offer.step_s or 0)}"
             found.append(f"Cheapest: {offer.words}, ${_usd(offer.usd_per_1000_steps)} for {steps}{self._how(offer)}.")
         if (offer := chosen.fastest) is not None:
-            found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{self._how(offer)}.")
-        found.append(self._smallest(chosen.smallest))
+            how = "" if offer is chosen.cheapest else self._how(offer)
+            found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{how}.")
+        found.append(self._smallest(chosen.smallest, is_told=chosen.smallest in (chosen.cheapest, chosen.fastest)))
         return [*found, *self._not_compared(chosen.smallest), *self._slower()]
 
-    def _smallest(self, offer: Offer) -> str:
+    def _smallest(self, offer: Offer, *, is_told: bool) -> str:
         """The smallest offer in a sentence, with the others whose cards are sold as the same size."""
         same = [
             o.words
@@ -161,7 +162,8 @@ class CardAdvice(Shown):
             and o is not offer
         ]
         tie = f" (sold as the same size: {', '.join(same)})" if same else ""
-        return f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{tie}{self._how(offer)}."
+        how = "" if is_told else self._how(offer)
+        return f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{tie}{how}."
 
     def _not_compared(self, best: Offer) -> list[str]:
         """Which rows no mark can go to, where one of them has a lower figure than a marked row."""
@@ -232,7 +234,7 @@ class CardAdvice(Shown):
         differs = {key: value for key, value in offer.batch.items() if value != own.get(key)}
         if keys.micro_batch in offer.changes or keys.micro_batch not in differs:
             differs = {key: value for key, value in differs.items() if key in (keys.scored, keys.referred)}
-        return {**differs, **offer.changes}
+        return {**{key: value for key, value in differs.items() if key not in offer.changes}, **offer.changes}
 
     def _about(self) -> str:
         cards = dict.fromkeys(offer.card for offer in self.offers)
@@ -244,10 +246,13 @@ class CardAdvice(Shown):
         host = "Over: with offload, the optimizer's step on the host comes on top and is not timed. " if untimed else ""
         full = any(offer.cached_bytes for offer in self.offers)
         host += "Blocks that PyTorch only keeps are left out of device-used where they fill the card. " if full else ""
+        sized = profile(self.recipe.trainer).own_launch
+        larger = ", then with the largest micro-batches that fit, where they are faster" if sized else ""
+        one = "one number of cards" if sized else "one card"
         return host + (
-            "Every row is the recipe as it is, or with the mildest change that fits; host RAM is what the tensors of "
-            "all ranks of a machine need to load, train and save, without Python and its libraries; "
-            f"`autofit search` finds the fastest config of one card. Prices: on-demand lists{span}; "
+            f"Every row is the recipe as it is, or with the mildest change that fits{larger}; host RAM is what the "
+            "tensors of all ranks of a machine need to load, train and save, without Python and its libraries; "
+            f"`autofit search` finds the fastest config of {one}. Prices: on-demand lists{span}; "
             f"{option('prices', 'FILE')} has your own."
         )
 

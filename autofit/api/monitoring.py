@@ -17,6 +17,7 @@ from autofit.errors import AutofitError, ConfigError, option
 from autofit.folding import Folding
 from autofit.hardware.health import CardUse, HostUse, ProcessUse, card_uses, command_of, host_use, tree_use
 from autofit.probing.launch import AtWork, pid_of_job, probes_at_work
+from autofit.recipe.recipe import own_names
 from autofit.space.traits import describe_changes
 from autofit.units import format_bytes, format_seconds
 from autofit.watching.contract import Row
@@ -28,7 +29,7 @@ class Originals:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[str, tuple[Mapping[str, object], Mapping[str, object]] | None] = {}
+        self._known: dict[str, tuple[Mapping[str, object], Mapping[str, object], Mapping[str, str]] | None] = {}
 
     def changes(self, study: str, values: Mapping[str, object]) -> str:
         """How `values` differ from the recipe of `study`; "" where the study cannot be read."""
@@ -37,11 +38,11 @@ class Originals:
         known = self._known[study]
         if known is None:
             return ""
-        given, resolved = known
+        given, resolved, names = known
         keys = [key for key in {**given, **values} if given.get(key) != values.get(key)]
-        return describe_changes({key: values.get(key) for key in keys}, resolved)
+        return describe_changes({key: values.get(key) for key in keys}, resolved, names)
 
-    def _recipe(self, study: str) -> tuple[Mapping[str, object], Mapping[str, object]] | None:
+    def _recipe(self, study: str) -> tuple[Mapping[str, object], Mapping[str, object], Mapping[str, str]] | None:
         from autofit.tuning.record import record_of
         from autofit.tuning.study import load_study
 
@@ -49,7 +50,7 @@ class Originals:
             record = record_of(load_study(self._folder, study))
         except AutofitError:
             return None
-        return record.values, record.resolved
+        return record.values, record.resolved, own_names(record.foreign)
 
 
 _SAMPLE_S = 0.25  # between the two looks of a single snapshot, as processor use is over a time

@@ -7,7 +7,7 @@ from itertools import islice, product
 from typing import cast
 
 from autofit.hardware.hardware import Device
-from autofit.plugin.protocol import EVALUATION
+from autofit.plugin.protocol import EVALUATION, UPDATE
 from autofit.probing.result import ProbeResult
 from autofit.recipe.findings import GROWING, SHARDING
 from autofit.recipe.keys import TIERS, Tier
@@ -56,6 +56,11 @@ class Levers:
     def traits(self, name: str) -> Traits:
         """The traits of a setting's knob."""
         return traits_of(_AS[name]) if name in _AS else self._listed[name][0].traits
+
+    def phases(self, name: str) -> tuple[str, ...]:
+        """The phases of a step that a setting changes, where its knob says them; else ()."""
+        knob = self._listed.get(self.space.keys.micro_batch if name == MICRO else name)
+        return () if knob is None else knob[0].traits.phases or ()
 
     def rank(self, name: str) -> int:
         """The place of a setting in the order in which a practitioner tries them."""
@@ -132,6 +137,23 @@ class Levers:
         whole = self.space.recipe.effective_batch_size // self.space.recipe.world_size
         return tuple(n for n in range(number(self.own[name]) + 1, whole + 1) if whole % n == 0
                      if self.candidate({name: n}))  # fmt: skip
+
+    @property
+    def size(self) -> str:
+        """The setting of how much a micro-batch holds: its samples, or its tokens where they are packed by these."""
+        keys = self.space.keys
+        return keys.budget if keys.budget in self.own and MICRO not in self.own else MICRO
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The settings of how much a pass without gradients holds."""
+        phases = {name: self.phases(name) for name in self.own}
+        return tuple(name for name, found in phases.items() if found and UPDATE not in found)
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """The trainer's own settings of what waits in host memory."""
+        return tuple(name for name in self.own if name in self._listed and self.traits(name).offloads)
 
     def candidate(self, at: Assignment) -> Candidate | None:
         """The candidate with these settings, and the recipe's others; None if there is none."""
@@ -232,13 +254,22 @@ class Known:
         return cls(at, result.categories, max(context_bytes, need - most), context_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bounds:
     """Lower bounds for a recipe whose settings are `own`."""
 
     recipe: Recipe
     own: Assignment
     stated: Mapping[str, object] = field(default_factory=dict)  # traits that the space of the settings states itself
+
+    @cached_property
+    def _phases(self) -> Mapping[str, tuple[str, ...]]:
+        """{setting: the phases that it changes} where its knob says them, but those that another one changes alone."""
+        keys = {name: self.recipe.keys.micro_batch if name == MICRO else name for name in self.own}
+        said = {name: traits_of(key, self.stated).phases for name, key in keys.items()}
+        found = {name: phases for name, phases in said.items() if phases is not None}
+        alone = {phases[0]: name for name, phases in found.items() if len(phases) == 1}
+        return {name: tuple(p for p in phases if alone.get(p, name) == name) for name, phases in found.items()}
 
     def least_bytes(self, known: Known, at: Assignment) -> int:
         """The least device-used bytes with the settings `at`, which are at least as strong as those of `known`."""
@@ -287,7 +318,9 @@ class Bounds:
     def _share(self, name: str, before: Value, after: Value, phase: str, category: str) -> float:
         """The share of a category's bytes in a phase that a change of one setting leaves at least."""
         keys = self.recipe.keys
-        if name in (MICRO, keys.budget):
+        if name in self._phases and phase not in self._phases[name]:
+            return 1.0
+        if name in (MICRO, keys.budget, keys.scored, keys.referred):
             scales = category in MADE and phase not in ("rollout", "wake-up", "sync", "optimizer", EVALUATION)
             return number(after) / number(before) if scales else 1.0
         if name == keys.evaluation:

@@ -14,8 +14,9 @@ from itertools import groupby
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.specs import GpuSpec
+from autofit.forecast.change import LEAST_GAIN
 from autofit.forecast.levers import CHECKPOINTING, MICRO, ROLLOUT, Assignment, Levers, number
-from autofit.forecast.margin import is_tight, shown_bytes
+from autofit.forecast.margin import is_safe, is_tight, needed_bytes, roomy_bytes, shown_bytes
 from autofit.hardware.hardware import Device, card_needs
 from autofit.hardware.prices import Price
 from autofit.probing.prepare import on_machines
@@ -23,6 +24,7 @@ from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.findings import clashes
 from autofit.recipe.keys import LAUNCH, QUANT_STORAGE, SYNC_EACH_BATCH, TIERS, Tier, weight_bits
 from autofit.recipe.launch import Launch, Sharding
+from autofit.recipe.profile import profile
 from autofit.recipe.recipe import Batch, Recipe, inner_value, merge, spread, with_launch
 from autofit.space.space import QUANTIZATION, Value
 from autofit.units import format_bytes, format_seconds
@@ -36,6 +38,7 @@ class Rung:
 
     values: Mapping[str, object]
     changes: Mapping[str, object]
+    at: Assignment = field(default_factory=dict)  # the settings of its space that differ
     tier: Tier = TIERS[0]
     shards_weights: bool = False  # whether a rank holds less than all weights
     quantised: bool = False
@@ -69,7 +72,7 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     seen: set[str] = set()
     found: list[Ladder] = []
     for at in _bases(levers):
-        for launch in _launches(recipe.launch):
+        for launch in _launches(recipe):
             settings = list(_leaner(levers, at))
             mildest = [_rung(recipe, levers, launch, setting) for setting in settings[:1]]
             made = mildest + [
@@ -83,10 +86,14 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
     return sorted(found, key=lambda ladder: (TIERS.index(ladder[0].tier), ladder[0].offloads))
 
 
-def _launches(own: Launch) -> list[Launch]:
-    """The launch as it is, then without offload, then sharded, then in host memory too."""
+def _launches(recipe: Recipe) -> list[Launch]:
+    """The launch as it is, then without offload, then sharded, then in host memory too.
+
+    A tool that launches by itself has settings of its own for these.
+    """
+    own = recipe.launch
     found = [own, replace(own, offload="none")]
-    if own.ranks > 1:
+    if own.ranks > 1 and not profile(recipe.trainer).own_launch:
         which: Sharding = "zero3" if own.is_deepspeeds else "fsdp2"
         sharded = own if _shards(own) else replace(own, sharding=which, reshard_after_forward=True)
         found += [sharded, replace(sharded, offload="parameters")]
@@ -128,20 +135,46 @@ def _leaner(levers: Levers | None, base: Assignment) -> Iterator[Assignment]:
         yield at
     if levers is None:
         return
-    for names in (CHECKPOINTING, (MICRO,), (ROLLOUT,), (levers.space.keys.evaluation,)):
-        if names == (MICRO,):  # a smaller one is slower: the largest that fits is wanted
-            yield from ({**at, MICRO: half} for half in _halves(levers) if levers.candidate({**at, MICRO: half}))
+    sizes = (levers.size, *levers.passes)
+    for names in (CHECKPOINTING, sizes, (ROLLOUT,), (levers.space.keys.evaluation,), levers.offloads):
+        if names == sizes:  # a smaller one is slower: the largest that fits is wanted
+            halves = ({**at, **_halved(levers, by)} for by in _HALVES)
+            yield from (half for half in halves if half != at and levers.candidate(half) is not None)
         at = {**at, **{name: levers.strengths[name][-1] for name in names if name in levers.strengths}}
         if at and levers.candidate(at) is not None:
             yield at
 
 
-def _halves(levers: Levers) -> Iterator[int]:
-    """The recipe's micro-batch halved and halved again, down to two samples."""
-    half = number(levers.own.get(MICRO, 0)) // 2
-    while half > 1:
-        yield half
-        half //= 2
+_HALVES = tuple(2**n for n in range(1, 11))
+
+
+def _halved(levers: Levers, by: int) -> Assignment:
+    """The recipe's micro-batch, and its passes without gradients, divided by a number, down to two samples."""
+    own = {name: levers.own[name] for name in (levers.size, *levers.passes) if name in levers.strengths}
+    least = 2 if levers.size == MICRO else 1
+    found: dict[str, Value] = {}
+    for name, value in own.items():
+        listed = [v for v in levers.strengths[name] if number(v) * by <= number(value) and number(v) >= least]
+        found |= {name: max(listed, key=number)} if listed else {}
+    return found if levers.size in found else {}
+
+
+def _larger_sizes(levers: Levers, at: Assignment, name: str, result: ProbeResult, room_bytes: int) -> list[Value]:
+    """The larger values of a size that may have room, in ascending order, by what `result` held with the settings `at`.
+
+    Activations and logits grow with it, and what else does is not known before it is tried.
+    """
+    now = number(at.get(name, levers.own.get(name, 0)))
+    values = levers.larger(MICRO) if name == MICRO and MICRO in levers.own else levers.values(name)
+    peaks = {phase.name: phase.peak_allocated_bytes for phase in result.phases}
+    beside = needed_bytes(result) - max(peaks.values(), default=0)
+    grow = {p: sum(held.get(kind, 0) for kind in ("activations", "logits")) for p, held in result.categories.items()
+            if p in levers.phases(name)}  # fmt: skip
+    return [
+        value for value in sorted(number(value) for value in values)
+        if value > now and levers.candidate({**at, name: value}) is not None
+        and all(peaks[p] + nbytes * (value / now - 1) + beside <= room_bytes for p, nbytes in grow.items())
+    ]  # fmt: skip
 
 
 def _undivided(levers: Levers | None, launch: Launch, at: Assignment) -> Iterator[Assignment]:
@@ -173,7 +206,7 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
     if launch.offload != recipe.launch.offload:
         changes["offload"] = launch.offload
     return Rung(
-        values=values, changes=changes, tier=tier, shards_weights=_shards(launch),
+        values=values, changes=changes, at=at, tier=tier, shards_weights=_shards(launch),
         offloads=launch.offload not in ("none", recipe.launch.offload),
         quantised=weight_bits(values) is not None,
     )  # fmt: skip
@@ -307,6 +340,7 @@ def choice(offers: Sequence[Offer]) -> Choice:
 # -------------------------------------------------------------------------------------------------------------- offers
 
 _OTHER_KERNELS = 1.25  # a change that is over a card by more, as a card with other kernels held it, is not tried
+_LARGER = 3  # tries of larger sizes for a row
 _TRACED = 3  # micro-batches of a step that are simulated
 
 ProbeOn = Callable[[Device, int, Mapping[str, object]], ProbeResult]  # (device, capacity in bytes, values of a recipe)
@@ -359,7 +393,7 @@ class Shop:
             if row.tight is not None and ladder[0].tier == TIERS[-1] != row.tight.tier:
                 break  # rather with too little to spare than another training
             if (made := self._mildest(row, ladder)) is not None:
-                return made
+                return self._larger(row, made) if profile(recipe.trainer).own_launch else made
         return row.tight or self._over(row)
 
     def _mildest(self, row: "_Row", ladder: Ladder) -> Offer | None:
@@ -371,6 +405,36 @@ class Shop:
         if row.missed and row.missed[-1][1] is others[-1]:
             return None
         return next((made for rung in others[:-1] if (made := self._tried(row, rung)) is not None), leanest)
+
+    def _larger(self, row: "_Row", made: Offer) -> Offer:
+        """The offer with the largest sizes that have room, if it is faster; else `made`.
+
+        What a size too large needs says how bytes grow with it, and so which smaller one is tried next.
+        """
+        if row.fitting is None or made.step_s is None:
+            return made
+        rung, result = row.fitting
+        spec, leaner = row.spec, self.recipe.keys.unreduced in rung.changes
+        levers, room = Levers.of(row.recipe, f"sim:{spec.name}"), roomy_bytes(spec.capacity_bytes, f"sim:{spec.name}")
+        sizes = {name: _larger_sizes(levers, rung.at, name, result, room) for name in (levers.size, *levers.passes)}
+        for _ in range(_LARGER):
+            at = {**rung.at, **{name: found[-1] for name, found in sizes.items() if found}}
+            if at == rung.at:
+                break
+            larger = _rung(row.recipe, levers, Launch.of(rung.values), at, leaner=leaner)
+            tried = self._result(spec, larger, row.recipe)
+            if is_safe(tried, spec.capacity_bytes):
+                faster = (tried.median_step_s or math.inf) <= (1 - LEAST_GAIN) * made.step_s
+                return self._made(row, larger, tried, OfferVerdict.FITS) if faster else made
+            if tried.status not in (ProbeStatus.FIT, ProbeStatus.OOM) or not sizes[levers.size]:
+                break
+            now, size = (number(where.get(levers.size, levers.own[levers.size])) for where in (rung.at, at))
+            grows = (needed_bytes(tried) - needed_bytes(result)) / (size - now)
+            sizes[levers.size] = [
+                value for value in sizes[levers.size][:-1]
+                if needed_bytes(result) + grows * (number(value) - now) <= room
+            ]  # fmt: skip
+        return made
 
     def _tried(self, row: "_Row", rung: Rung) -> Offer | None:
         """The offer with this change if it fits; else the row has what came of it."""
@@ -390,6 +454,7 @@ class Shop:
             row.missed.append((result.least_capacity_bytes or result.device_used_bytes or 0, rung))
             return None
         if not is_tight(result, row.spec.capacity_bytes):
+            row.fitting = rung, result
             return self._made(row, rung, result, OfferVerdict.FITS)
         tight = self._made(row, rung, result, OfferVerdict.TIGHT)
         row.tight = min(row.tight or tight, tight, key=lambda offer: offer.device_used_bytes or 0)
@@ -477,6 +542,7 @@ class _Row:
     spec: GpuSpec
     count: int
     recipe: Recipe  # on so many cards
+    fitting: tuple[Rung, ProbeResult] | None = None  # the last that fits with room
     tight: Offer | None = None  # what fits with too little to spare, with the most of it
     missed: list[tuple[int, Rung]] = field(default_factory=list)  # (the bytes it needs, a change)
     problem: str = ""  # why the mildest of those that could not be simulated could not

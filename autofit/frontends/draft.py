@@ -38,6 +38,7 @@ class Foreign:
     prompt_tokens: int | None = None  # of the synthetic sample that stands for the tool's data
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    derived: tuple[str, ...] = ()  # keys of the recipe that the tool works out itself, and has no keys for
     fixed: frozenset[str] = frozenset()  # keys of the recipe that the tool takes no other value of beside the others
     notes: tuple[str, ...] = ()  # what the tool does otherwise, and what is not simulated, a sentence each
     unknown: Mapping[str, str] = field(default_factory=dict)  # keys that the tool passes over, each in half a sentence

@@ -31,6 +31,7 @@ from autofit.frontends.verl_rules import (
     critic_values,
     engine_sizes,
     largest_rank,
+    longest_sample,
     older_micro,
     sharded_head,
     uneven,
@@ -117,7 +118,7 @@ def recipe(
     return Foreign(
         tool="verl", trainer="verl", values={**found, "launch": launch, "env": dict(GROWING_SEGMENTS)},
         ranks=batch.gpus, prompt_tokens=cast(int, found["max_prompt_length"]),
-        keys={key: named.path for key, named in KEYS.items()}, notes=(*wrong, *_notes(config, unread)),
+        keys={key: named.path for key, named in keys.items()}, derived=_FOLLOW, notes=(*wrong, *_notes(config, unread)),
     )  # fmt: skip
 
 
@@ -224,7 +225,6 @@ def _references(config: VerlConfig) -> bool:
 
 # -- back in verl's own keys -------------------------------------------------------------------------------------------
 
-# {key of the recipe: verl's} of those that verl derives from its batch
 _FOLLOW = ("gradient_accumulation_steps", "steps_per_generation")
 _GPUS = ("launch.ranks", "launch.machines")  # which verl's config says itself
 
@@ -238,9 +238,19 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     ranks, machines = (cast("int | None", changes.get(key)) for key in _GPUS)
     gpus = {"trainer.n_gpus_per_node": None if ranks is None else ranks // (machines or 1), "trainer.nnodes": machines}
     own: dict[str, object] = {path: value for path, value in gpus.items() if value is not None}
-    own |= {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
+    said = {KEYS[key].path: value for key, value in changes.items() if key in KEYS}
+    own |= dict(_kept(foreign, said)) | said
     # of a key that is not in verl's config hydra must be told
     return {path if is_in_config(path) else f"++{path}": value for path, value in own.items()}
+
+
+def _kept(foreign: Foreign, said: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """(verl's key, value) of what stays as it is, where verl would let it follow a key that is `said`."""
+    refers = foreign.values.get("reference") and not foreign.values.get("lora_rank")  # else the actor scores for it
+    for key, named in KEYS.items():
+        value = foreign.values.get(key)
+        if named.like in said and value is not None and (refers or not key.startswith("ref_")):
+            yield named.path, value
 
 
 # -- what is not simulated --------------------------------------------------------------------------------------------
@@ -348,9 +358,8 @@ def _defers(config: VerlConfig, batch: Batch) -> bool:
         return False
     if not config.is_on(f"{A}.use_dynamic_bsz"):
         return batch.each > (batch.micro or 1)
-    tokens = sum(config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
     budget = config.whole(f"{A}.ppo_max_token_len_per_gpu") or 1
-    return batch.each * tokens > budget * sequence_parallel(config)
+    return batch.each * longest_sample(config) > budget * sequence_parallel(config)
 
 
 def _notes(config: VerlConfig, unread: tuple[str, ...]) -> Iterator[str]:

@@ -182,8 +182,9 @@ def older_micro(config: VerlConfig, batch: Batch) -> str:
 
 def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     """What is certain of the rest: what keeps the gradient, and which further models there are."""
-    yield Line("neutral", "ppo_micro_batch_size_per_gpu, use_dynamic_bsz with its token budget, offloads, the "
-                          "rollout's tensor parallel: none changes what an optimizer step averages over")  # fmt: skip
+    yield Line("neutral", "ppo_micro_batch_size_per_gpu, the log_prob sizes, use_dynamic_bsz with its token budget, "
+                          "offloads, the rollout's tensor parallel: none changes what an optimizer step averages "
+                          "over")  # fmt: skip
     kl = config.is_on(f"{ACTOR}.use_kl_loss")
     rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
     adapters = rank is not None or "actor_rollout_ref.model.lora_adapter_path" in config.said
@@ -193,6 +194,11 @@ def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
         yield Line("reference", f"{model}{coefficient}")  # v1/trainer_base.py, ref_in_actor
     else:
         yield Line("reference", "none: use_kl_loss and use_kl_in_reward are off, so kl_loss_coef has no effect")
+    prompt, response = (config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
+    stated = config.whole(f"{ROLLOUT}.max_model_len")
+    longest = stated or _positions(config)
+    if cut := cut_responses(longest=longest, prompt=prompt, response=response, stated=stated is not None):
+        yield Line("responses", cut)
     if has_critic(config):
         yield Line("critic", critic_line(config, batch))
     yield Line("trained", "all weights" if rank is None else f"LoRA of rank {rank}")
@@ -245,6 +251,58 @@ def engine_sizes(config: VerlConfig) -> Iterator[str]:
             yield f"rollout.{part} must be 1 or more; got {config.value(path)}; verl ends when the workers start"
 
 
+# The engine's longest sequence is rollout.max_model_len, else what the model's config says; a response that would be
+# longer is cut to it, with vLLM as with SGLang (workers/rollout/vllm_rollout/vllm_async_server.py, `_validate_configs`
+# and `generate`). An older verl asserts at the start that prompt and response have room.
+
+
+def _positions(config: VerlConfig) -> int | None:
+    """The model's max_position_embeddings; None where neither the file nor the catalogue says them."""
+    override = "actor_rollout_ref.model.override_config"
+    said = [config.whole(f"{override}.{part}max_position_embeddings") for part in ("", "model_config.")]
+    model = catalogue.text_config(str(config.said.get(f"actor_rollout_ref.{MODEL_PATH}")))
+    found = model.get("max_position_embeddings")
+    return said[0] or said[1] or (found if isinstance(found, int) else None)
+
+
+def longest_sample(config: VerlConfig) -> int:
+    """Tokens of the longest prompt and response, of which the engine makes no more than its longest sequence."""
+    lengths = sum(config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
+    return min(lengths, config.whole(f"{ROLLOUT}.max_model_len") or _positions(config) or lengths)
+
+
+def without_room(*, stated: int | None, positions: int | None, prompt: int) -> Iterator[str]:
+    """Why the engine does not start, or generates nothing for the longest prompt."""
+    longest = stated or positions
+    if stated is not None and positions is not None and stated > positions:
+        yield (f"rollout.max_model_len {stated:,} is above the model's max_position_embeddings {positions:,}; verl "
+               "ends when the rollout's servers start")  # fmt: skip
+    elif longest is not None and prompt >= longest:
+        of = "rollout.max_model_len" if stated else "the model's max_position_embeddings"
+        yield (f"data.max_prompt_length {prompt:,} leaves no token of {of} {longest:,} to generate; verl ends at such "
+               "a prompt")  # fmt: skip
+
+
+def cut_responses(*, longest: int | None, prompt: int, response: int, stated: bool) -> str:
+    """That responses end before max_response_length; "" where they do not."""
+    if longest is None or prompt + response <= longest:
+        return ""
+    of = "rollout.max_model_len" if stated else "the model's max_position_embeddings"
+    return (
+        f"a response ends after {longest - prompt:,} tokens, not after max_response_length {response:,}: prompt and "
+        f"response have at most {of}, {longest:,}, and verl cuts there without a word (an older verl refuses to start)"
+    )
+
+
+def _context(config: VerlConfig, batch: Batch) -> Iterator[str]:
+    prompt, stated = config.whole("data.max_prompt_length") or 0, config.whole(f"{ROLLOUT}.max_model_len")
+    yield from without_room(stated=stated, positions=_positions(config), prompt=prompt)
+    batched, most = (config.whole(f"{ROLLOUT}.max_num_{part}") for part in ("batched_tokens", "seqs"))
+    if (batched or 8192) < (most or 256):  # vllm/config/scheduler.py, verify_max_model_len
+        yield (f"rollout.max_num_batched_tokens {batched or 8192} must be at least rollout.max_num_seqs {most or 256}; "
+               "vLLM ends when the rollout's servers start")  # fmt: skip
+
+
 def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
     """Accepted at the start, and an AssertionError in a worker once models are loaded."""
     dynamic, sp = config.is_on(f"{ACTOR}.use_dynamic_bsz"), sequence_parallel(config)
@@ -259,11 +317,10 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
     if batch.padded % batch.effective and not known:  # tensordict_utils.py, line 588; the trainer v1 pads
         yield (f"train_batch_size {batch.prompts:,} must be a multiple of ppo_mini_batch_size {batch.mini_prompts:,}; "
                "verl ends at the first update")  # fmt: skip
-    lengths = [config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response")]
-    budget = config.whole(f"{ACTOR}.ppo_max_token_len_per_gpu")
-    if dynamic and budget is not None and budget * sp < sum(lengths):  # utils/seqlen_balancing.py, line 384
+    longest, budget = longest_sample(config), config.whole(f"{ACTOR}.ppo_max_token_len_per_gpu")
+    if dynamic and budget is not None and budget * sp < longest:  # utils/seqlen_balancing.py, line 384
         yield (f"ppo_max_token_len_per_gpu {budget} x sequence parallel {sp} is below the longest sample, "
-               f"max_prompt_length + max_response_length = {sum(lengths)}; verl ends at such a sample")  # fmt: skip
+               f"max_prompt_length + max_response_length = {longest}; verl ends at such a sample")  # fmt: skip
     yield from engine_sizes(config)
     size = math.prod(config.whole(f"{ROLLOUT}.{part}") or 1 for part in _PARTS)
     if batch.gpus % size:  # engine_workers.py, line 658
@@ -357,5 +414,5 @@ def _fused(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 _RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
     lambda config, _: typos(config), _at_start, _late, uneven, _ranks, _aggregation, _baseline, _sequence_parallel,
-    _fused, critic_rules,
+    _context, _fused, critic_rules,
 )  # fmt: skip

@@ -141,6 +141,10 @@ class Settings:
     max_num_seqs: int = _key(f"{R}.max_num_seqs", 256)
     max_num_batched_tokens: int = _key(f"{R}.max_num_batched_tokens", 8192)
     max_model_len: int | None = _key(f"{R}.max_model_len")
+    max_position_embeddings: int | None = _key(
+        f"{M}.override_config.max_position_embeddings",
+        like=f"{M}.override_config.model_config.max_position_embeddings",
+    )  # in place of the model's own
     load_format: str = _key(f"{R}.load_format", "dummy")  # else vLLM loads the weights below LoRA's adapters itself
     layered_summon: bool = _key(f"{R}.layered_summon", False)  # only LoRA's adapters are sent, a layer at a time
     update_weights_bucket_megabytes: int = _key(f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 2048)

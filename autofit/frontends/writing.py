@@ -76,7 +76,7 @@ def _origin(foreign: Foreign, path: Path, text: str, ranks: int | None) -> dict[
 
 def _names(foreign: Foreign) -> dict[str, str]:
     """{key of the recipe: the tool's name of it} where the tool has another name of it; values too (`own_names`)."""
-    found: dict[str, str] = {}
+    found = dict.fromkeys(foreign.derived, "")
     for key, own in _own_keys(foreign):
         given = foreign.values.get(key, False if key in _SET_BY_A_SEARCH else None)
         others = (True, False) if isinstance(given, bool) else (given, *_ATTENTION) if key == _KERNEL else ()
@@ -409,7 +409,7 @@ def in_own_names(origin: Mapping[str, object], text: str) -> str:
     """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
     known = own_names(origin)
     other = {key.partition("=")[0] for key in known if "=" in key}  # their values are not as in the text
-    names = {key: name for key, name in known.items() if "_" in key and key.partition("=")[0] not in other}
+    names = {key: name for key, name in known.items() if name and "_" in key and key.partition("=")[0] not in other}
     if not names:
         return text
     keys = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

@@ -35,6 +35,7 @@ class BatchKeys:
     budget: str | None = None  # tokens of such a micro-batch
     scored: str | None = None  # samples in a forward pass over a rollout without gradients, which it must divide
     referred: str | None = None  # the same of the reference
+    referrers: str | None = None  # ranks that compute parts of the same samples there
     evaluation: str | None = None  # samples in one batch of an evaluation within the training
     evaluation_group: str | None = None  # completions of one prompt there; unset they are those of `group`
     engine_share: str | None = None  # the part of the card that a rollout engine takes

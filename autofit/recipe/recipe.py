@@ -126,6 +126,12 @@ class Recipe:
         """Completions of one rollout, over all ranks."""
         return self.micro_batch_size * self.world_size * self.steps_per_generation
 
+    def passed_samples(self, key: str) -> int:
+        """Samples of a rollout on a rank, in the pass without gradients whose size is `key`, which divides them."""
+        keys = self.keys
+        sharers = self.integer(keys.referrers) if keys.referrers and key == keys.referred else self.sharers
+        return self.generation_batch_size * sharers // self.launch.ranks
+
     @property
     def reuses_rollouts(self) -> bool:
         """Whether one rollout serves several optimizer steps, or is trained on more than once."""
@@ -232,8 +238,8 @@ class Recipe:
 def own_names(origin: Mapping[str, object]) -> Mapping[str, str]:
     """{key of the recipe: its name in the file that the recipe was} where that has another name of it.
 
-    Where the file says a value in another way too, `KEY=VALUE` has its words: LLaMA-Factory's
-    `disable_gradient_checkpointing` is the opposite.
+    "" stands for the name of a key that its tool works out itself. Where the file says a value in another way too,
+    `KEY=VALUE` has its words: LLaMA-Factory's `disable_gradient_checkpointing` is the opposite.
     """
     return cast("Mapping[str, str]", origin.get("names", {}))
 
@@ -326,7 +332,7 @@ class Batch:
         micro, accumulation = (_integer(resolved, key) for key in (keys.micro_batch, keys.accumulation))
         return cls(micro=micro, accumulation=accumulation, rollout=rollout, ranks=ranks)
 
-    def on(self, ranks: int, keys: BatchKeys) -> "Batch":
+    def on(self, ranks: int, keys: BatchKeys, names: Mapping[str, str] | None = None) -> "Batch":
         """The same samples over `ranks`: the largest micro-batch, up to this one, that divides them.
 
         The effective batch and the generation batch stay exactly as they are, so groups stay whole over all ranks.
@@ -334,7 +340,7 @@ class Batch:
         """
         whole = self.effective if self.generated is None else math.gcd(self.effective, self.generated)
         if whole % ranks:
-            raise ConfigError(self._cannot(ranks, whole, keys))
+            raise ConfigError(self._cannot(ranks, whole, keys, names or {}))
         each = whole // ranks
         micro = max(size for size in divisors(each) if size <= self.micro)
         rollout = None if self.generated is None else self.generated // (micro * ranks)
@@ -345,16 +351,16 @@ class Batch:
         found: dict[str, object] = {keys.micro_batch: self.micro, keys.accumulation: self.accumulation}
         return found if keys.rollout is None else {**found, keys.rollout: self.rollout}
 
-    def _cannot(self, ranks: int, whole: int, keys: BatchKeys) -> str:
+    def _cannot(self, ranks: int, whole: int, keys: BatchKeys, names: Mapping[str, str]) -> str:
         batch = f"the effective batch {self.effective}"
         if self.generated not in (None, self.effective):
             batch += f" and the {self.generated} completions of a rollout"
         works = sorted(divisors(whole))
         near = ", ".join(map(str, [n for n in works if n < ranks][-6:] + [n for n in works if n > ranks][:3]))
-        return (
-            f"{batch} ({keys.micro_batch}={self.micro} x {keys.accumulation}={self.accumulation} x {self.ranks} "
-            f"rank(s)) cannot be divided by {ranks} ranks; numbers that work: {near}"
-        )
+        if names.get(keys.accumulation) != "":  # else the tool's user gives no such number
+            steps = f"{keys.accumulation}={self.accumulation}"
+            batch += f" ({keys.micro_batch}={self.micro} x {steps} x {self.ranks} rank(s))"
+        return f"{batch} cannot be divided by {ranks} ranks; numbers that work: {near}"
 
 
 def spread(recipe: Recipe, ranks: int) -> Recipe:
@@ -371,17 +377,17 @@ def spread(recipe: Recipe, ranks: int) -> Recipe:
             f"{', '.join(str(n * recipe.sharers) for n in range(1, 5))}"
         )
     old = Batch.of(recipe.resolved, keys, recipe.world_size)
-    new = old.on(ranks // recipe.sharers, keys)
+    names = own_names(recipe.foreign)
+    new = old.on(ranks // recipe.sharers, keys, names)
     changes: dict[str, object] = {k: v for k, v in new.to_keys(keys).items() if v != recipe.resolved.get(k)}
     scored = _scored(recipe, new)
     changes |= scored
     resolved = {**recipe.resolved, **changes}
     if keys.rollout is not None and keys.rollout_batch is not None:  # a recipe has one of the two
         changes |= {keys.rollout: new.rollout, keys.rollout_batch: None}
-    names = own_names(recipe.foreign)
     splits = _split(new, keys, recipe.sharers, names), _split(old, keys, recipe.sharers, names)
     note = f"{splits[0]}: the effective batch {old.effective}, as {splits[1]} in the recipe"
-    note += "".join(f"; {key} {value}, to divide a rank's samples" for key, value in scored.items())
+    note += "".join(f"; {names.get(key, key)} {value}, to divide a rank's samples" for key, value in scored.items())
     spread_out = replace(recipe, values=merge(recipe.values, changes), resolved=resolved, notes=(*recipe.notes, note))
     return with_launch(spread_out, _on(recipe.launch, ranks, shards_alone=profile(recipe.trainer).own_launch))
 
@@ -391,9 +397,8 @@ def _scored(recipe: Recipe, batch: Batch) -> dict[str, object]:
     keys, found = recipe.keys, dict[str, object]()
     if batch.rollout is None or (keys.packed is not None and recipe.resolved.get(keys.packed)):
         return {}
-    each = batch.micro * batch.rollout
     for key in filter(None, (keys.scored, keys.referred)):
-        rows = recipe.resolved.get(key)
+        rows, each = recipe.resolved.get(key), recipe.passed_samples(key) * recipe.world_size // batch.ranks
         if isinstance(rows, int) and rows > 0 and each % rows:
             found[key] = max(size for size in divisors(each) if size <= rows)
     return found
@@ -416,7 +421,8 @@ def _on(launch: Launch, ranks: int, *, shards_alone: bool) -> Launch:
 
 
 def _split(batch: Batch, keys: BatchKeys, sharers: int, names: Mapping[str, str]) -> str:
-    said = ", ".join(f"{names.get(key, key)} {value}" for key, value in batch.to_keys(keys).items())
+    own = {names.get(key, key): value for key, value in batch.to_keys(keys).items()}
+    said = ", ".join(f"{name} {value}" for name, value in own.items() if name)
     ranks = batch.ranks * sharers
     return f"{said} on {ranks} rank{'s' if ranks > 1 else ''}"
 

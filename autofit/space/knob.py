@@ -94,10 +94,14 @@ def choices_of(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
 def listed_values(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
     """The values of the space file for this recipe; those that its own value has no such share of are omitted.
 
-    So are those with which a whole number that keeps its ratio would be whole no more.
+    So are those with which a whole number that keeps its ratio would be whole no more, and those of a pass without
+    gradients that do not divide a rank's samples.
     """
     own = own_value(knob.name, recipe, knob.unset)
-    values = (v for v in (_value(v, own, recipe) for v in knob.values) if v is not _SKIP)
+    values = [v for v in (_value(v, own, recipe) for v in knob.values) if v is not _SKIP]
+    if knob.name in (recipe.keys.scored, recipe.keys.referred):
+        each = recipe.passed_samples(knob.name)
+        values = [v for v in values if isinstance(v, int) and each % v == 0]
     return tuple(v for v in values if all(_stays_whole(recipe.resolved.get(key), v, own) for key in knob.scales))
 
 

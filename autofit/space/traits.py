@@ -50,6 +50,8 @@ class Traits:
     less: Less | tuple[object, ...] | None = None  # values that may need less memory, where no order of memory says it
     than: tuple[object, ...] | None = None  # the recipe's values than which those may need less; None: any
     frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: what a batch makes
+    phases: tuple[str, ...] | None = None  # that it changes, of a step; None: any
+    offloads: bool = False  # whether it moves something into the memory of the host
     loads: bool = False  # it changes what is held once the models are loaded, before there is a batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
@@ -115,13 +117,13 @@ def _stated(where: str, entry: Mapping[str, object]) -> dict[str, Any]:
     given = {name: entry[name] for name in NAMES if name in entry}
     kinds: Mapping[str, tuple[type, ...]] = {
         "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,),
-        "loads": (bool,), "beside": (dict,),
-        "also": (list, tuple), "than": (list, tuple),
+        "loads": (bool,), "offloads": (bool,), "beside": (dict,),
+        "also": (list, tuple), "than": (list, tuple), "phases": (list, tuple),
     }  # fmt: skip
     for name, kind in kinds.items():
         if name in given and (not isinstance(given[name], kind) or (kind == (int,) and isinstance(given[name], bool))):
             raise ConfigError(f"{where}: {name} must be {_KINDS[kind[0]]}; got {given[name]!r}")
-    for name in ("also", "than", "less", "frees"):
+    for name in ("also", "than", "less", "frees", "phases"):
         if isinstance(given.get(name), list):
             given[name] = tuple(cast("list[object]", given[name]))
     if "less" in given and not isinstance(given["less"], tuple) and given["less"] not in get_args(Less):
@@ -161,13 +163,13 @@ def describe_changes(
 ) -> str:
     """`per_device_train_batch_size 2 -> 8, gradient_checkpointing True -> False`, or `the recipe as it is`.
 
-    `names` are those that the user's own file has for keys of the recipe.
+    `names` are those that the user's own file has for keys of the recipe, "" for a key that follows from others.
     """
-    parts = []
+    parts, known = [], names or {}
     for key, value in changes.items():
+        if not (name := _short(known.get(key, key), known.values())):
+            continue
         own = inner_value(original, key) if "." in key else original.get(key)
-        name = (names or {}).get(key, key)
-        name = _short(name)
         if key == "env" and isinstance(value, Mapping):
             parts += [f"{variable}={setting}" for variable, setting in value.items()]
         elif own == value or (own is None and "." in key):  # it had no effect before, or is a default by another name
@@ -177,9 +179,16 @@ def describe_changes(
     return ", ".join(parts) or "the recipe as it is"
 
 
-def _short(name: str) -> str:
-    """The name of a setting; of one far inside, which is long, its last part."""
-    return name.rpartition(".")[2] if name.count(".") > 1 else name
+def _short(name: str, others: Iterable[str] = ()) -> str:
+    """The name of a setting; of one far inside, which is long, as many of its last parts as no other ends with."""
+    parts = name.split(".")
+    endings = (".".join(parts[at:]) for at in range(len(parts) - 1, 0, -1))
+    shared = {other for other in others if other != name}
+    return next((end for end in endings if len(parts) > 2 and not any(_ends(o, end) for o in shared)), name)
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
 
 
 def describe_left_out(left_out: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from mlflow.tracking import MlflowClient
 from autofit.errors import EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import LAUNCH
+from autofit.recipe.recipe import own_names
 from autofit.recipe.secrets import masked, without_secrets
 from autofit.space.traits import describe_changes
 from autofit.tracking.database import make_whole, tracking_uri
@@ -213,12 +214,12 @@ def finished_run(
         began_ms=at_ms - int(1000 * (result.wall_s or 0)), ended_ms=at_ms,
         params=_params(trial_params(trial, record.resolved)),
         metrics=with_gb(_metrics(result) | _compared(trial, base, record)),
-        tags=_tags(study_name, trial, result, record.resolved) | {ENDED: str(ended)},
+        tags=_tags(study_name, trial, result, record) | {ENDED: str(ended)},
     )  # fmt: skip
 
 
-def _tags(study_name: str, trial: Trial, result: ProbeResult, resolved: Mapping[str, object]) -> dict[str, str]:
-    changes = describe_changes(trial.changes, resolved)
+def _tags(study_name: str, trial: Trial, result: ProbeResult, record: StudyRecord) -> dict[str, str]:
+    changes = describe_changes(trial.changes, record.resolved, own_names(record.foreign))
     return {
         STUDY: study_name, TRIAL: str(trial.number), STATUS: str(result.status), KIND: "trial", TIER: trial.tier,
         "autofit.device": result.device, "autofit.changes": changes,

@@ -44,6 +44,7 @@ class Grid:
         self.tiers = np.array([ranks[t] for t in tiers] if tiers else [0] * len(self.candidates), dtype=np.int64)
         rising = [name in ascending for name in self.names]
         self._rising, self._equal = self.codes[:, rising], self.codes[:, [not r for r in rising]]
+        self.unordered: Mapping[str, tuple[int, ...]] = {}  # {knob of numbers without memory order: ways to step}
         self.derived: tuple[Floats, ...] = ()  # further axes of distance between candidates, in octaves (log2)
 
     @classmethod
@@ -59,6 +60,9 @@ class Grid:
         rising = [k.memory_ascending and k.name not in solved for k in space.knobs]
         equal = [not k.memory_ascending and k.name not in solved for k in space.knobs]
         grid._rising, grid._equal = grid.codes[:, rising], grid.codes[:, equal]
+        ways = {k.name: (1,) if k.traits.less == "lower" else (-1, 1) for k in space.knobs if not k.memory_ascending}
+        grid.unordered = {name: ways[name] for name, known in zip(names, grid.octaves, strict=True)
+                          if known is not None and name in ways and name not in solved}  # fmt: skip
         if solved:  # memory grows with the micro-batch and with the completions of a rollout: Space.needs_no_less
             places = [names.index(name) for name in batch if name is not None and name in names]
             seen: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -88,6 +92,26 @@ class Grid:
 
     def params(self, place: int) -> dict[str, Value]:
         return dict(zip(self.names, self.candidates[place].values, strict=True))
+
+    def stepped(self, place: int, fits: Sequence[int], pending: Sequence[int], free: NDArray[np.intp]) -> int | None:
+        """The one of `free` with the next number of a knob without memory order; None where one with it fits already.
+
+        A share of the card steps up, as a larger one holds more completions; other numbers down, and then up.
+        """
+        own, allowed = self.params(place), set(free.tolist())
+        seen, waits = ([self.params(at) for at in places] for places in (fits, pending))
+        for name, ways in self.unordered.items():
+            numbers = sorted(cast("Sequence[float]", self.choices[self.names.index(name)]))
+            for way in ways:
+                at = numbers.index(cast(float, own[name])) + way
+                if not 0 <= at < len(numbers) or numbers[at] in [params[name] for params in seen]:
+                    continue
+                wanted = {**own, name: numbers[at]}
+                if wanted in waits:  # whether to step the other way is known after it
+                    break
+                if (found := self.find(wanted)) in allowed:
+                    return found
+        return None
 
     def needs_no_less(self, place: int, among: NDArray[np.intp] | None = None) -> Mask:
         """Mask of the candidates (of `among`) that need at least as much memory as candidate `place`.

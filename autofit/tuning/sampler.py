@@ -278,13 +278,16 @@ class PriorSampler(CandidateSampler):
     def _without_predictions(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
         """Those of `free` among which a probe says most, while there are no predictions; empty once the model knows.
 
-        Before the first fit all; after a second OOM the leanest, of which an OOM ends the tier. After a fit those that
-        need more memory than the fastest: more memory buys speed.
+        Before the first fit all; after a second OOM the leanest, of which an OOM ends the tier. After a fit the next
+        number of each knob without memory order, then those that need more memory than the fastest: it buys speed.
         """
         told = self.ledger.observations
         fits = [o for o in told if o.fits and o.step_s is not None]
         if fits:
             fastest = min(fits, key=lambda o: (self.tiers[o.place], o.step_s))
+            step = self.grid.stepped(fastest.place, [o.place for o in fits], self.ledger.pending, free)
+            if step is not None:
+                return np.array([step])
             return free[self.grid.needs_no_less(fastest.place, free)]
         if len(told) < _OOMS_TO_DOUBT:
             return free
