@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from experiments.kept import newer
+from experiments.kept import newer, patience
 from experiments.peers.hub import hub
 from experiments.peers.peers import PEERS, CannotSayError
 from experiments.peers.rows import Row, read_rows
@@ -62,3 +62,11 @@ def test_an_answer_that_ran_out_of_time_takes_no_older_one_away() -> None:
     assert newer(None, late) == newer({"error": "it failed"}, late) == late
     assert newer(old, {"error": "it failed", **made}) == {"error": "it failed", **made}, "a fault is an answer"
     assert newer(newer(old, late), {"bytes": 8, **made}) == {"bytes": 8, **made}
+
+
+def test_a_busy_machine_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
+    assert patience(300) == 300
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
+    assert patience(300) == 4.5 * 300

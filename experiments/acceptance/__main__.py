@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.acceptance import page, told
 from experiments.acceptance.parts import Part, chosen
+from experiments.kept import patience
 
 PACKAGES = ("torch", "transformers", "trl", "peft")
 _LONGEST = 4  # times the minutes of a part, after which it is ended
@@ -62,7 +63,7 @@ def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
 
 def made_again(part: Part, head: str) -> str:
     """Run one part and keep its figures; what happened, in a line."""
-    began, spent, longest_s = time.monotonic(), _children_s(), 60 * _LONGEST * part.minutes
+    began, spent, longest_s = time.monotonic(), _children_s(), patience(60 * _LONGEST * part.minutes)
     log = Path(tempfile.gettempdir()) / f"acceptance-{part.name.replace(' ', '-')}.log"
     with log.open("wb") as file:
         environment = {**os.environ, "PYTHONPATH": str(page.ROOT), "HF_HUB_OFFLINE": "1"}

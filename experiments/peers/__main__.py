@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.kept import OLDER, TIMED_OUT, newer
+from experiments.kept import OLDER, TIMED_OUT, newer, patience
 from experiments.peers import table
 from experiments.peers.hub import hub, model
 from experiments.peers.peers import PEERS, CannotSayError, Peer
@@ -126,11 +126,11 @@ def environment(address: str, folder: Path) -> dict[str, str]:
 
 
 def asked(words: list[str], peer: Peer, row: Row, settings: Mapping[str, str]) -> dict[str, Any]:
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before, began, limit_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), patience(LIMIT_S)
     try:
-        done = subprocess.run(words, env=dict(settings), capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(words, env=dict(settings), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer after {LIMIT_S} s", TIMED_OUT: LIMIT_S}
+        return {"error": f"no answer after {limit_s:.0f} s", TIMED_OUT: round(limit_s)}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     took = {
         "wall_s": round(time.monotonic() - began, 2),
