@@ -1,6 +1,5 @@
-"""The acceptance's page is that of its figures, a run keeps what it has made, and README's figures have a row in it."""
+"""The acceptance's page is that of its figures, a run keeps what it has made, and the texts' figures have a row."""
 
-import re
 import sys
 import tempfile
 import time
@@ -9,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.acceptance import __main__ as acceptance
-from experiments.acceptance import page
+from experiments.acceptance import page, told
 from experiments.acceptance.figures import Figure
 from experiments.acceptance.parts import PARTS, Part, chosen
-
-ROOT = Path(__file__).parents[1]
-TITLES = {"8 %"}  # of a guide; not a claim
 
 
 @pytest.fixture
@@ -72,9 +68,45 @@ def test_a_run_keeps_what_it_has_made_and_says_what_changed(
         chosen(["sed"])
 
 
-def test_a_figure_of_readme_has_a_row() -> None:
-    prose = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    found = set(re.findall(r"\d[\d.]* (?:%|s|GB)(?![\w])", prose)) - TITLES
-    rows = " ".join(one.found for part in PARTS for one in page.kept(part, page.made())).replace("%", " %")
-    assert len(found) >= 4
-    assert not {figure for figure in found if not re.search(rf"(?<![\d.]){re.escape(figure)}", rows)}
+@pytest.mark.parametrize("path", told.pages(), ids=lambda path: path.relative_to(told.ROOT).as_posix())
+def test_each_figure_of_readme_docs_and_changelog_has_a_row(path: Path) -> None:
+    assert not told.without_row(path), "experiments/acceptance/README.md has the rule"
+
+
+@pytest.mark.parametrize("page_name", ["docs/guides/fill-the-card.md", "docs/zh/verl.md", "README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        ("It is 0.3 % off.", ["0.3"]),
+        ("From 0.71 to 0.3% off, 12345 kept.", ["0.71", "0.3"]),
+        ("An answer takes 7.31 s, then 613 ms.", ["7.31", "613"]),
+        ("2.74x as fast, 31.7 times less, 误差 0.3 %，用 7.31 秒", ["2.74", "31.7", "0.3", "7.31"]),
+        ("| bytes | 0.3 % |\n|---|---|", ["0.3"]),
+        ("`--headroom 0.3 %` and `7.31 s`\n\n```\n0.3 %\n```", []),
+    ],
+)
+def test_a_figure_without_a_row_is_found(page_name: str, words: str, numbers: list[str]) -> None:
+    path = told.ROOT / page_name
+    text = path.read_text() + f"\n\n- {words}\n"
+    assert [one.number for one in told.without_row(path, text)] == numbers
+
+
+def test_a_figure_stands_in_a_table_of_the_experiment_that_its_paragraph_names() -> None:
+    path = told.ROOT / "docs" / "faq.md"
+    there = "FSDP1 holds 36,226,226,688 bytes, +0.0128 % off (`experiments/two_cards/`)."
+    assert not told.without_row(path, there)
+    assert [one.number for one in told.without_row(path, there.replace("0.0128", "0.0129"))] == ["0.0129"]
+    assert [one.number for one in told.without_row(path, there.replace("two_cards", "oracle"))] == ["0.0128"]
+
+
+def test_each_phrase_that_is_no_measured_figure_stands_in_its_page_with_a_reason() -> None:
+    for name, phrases in told.unmeasured().items():
+        text = (told.ROOT / name).read_text()
+        assert not [phrase for phrase, reason in phrases.items() if phrase not in text or not reason], name
+
+
+def test_a_part_without_a_command_is_not_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = Part("stands", "a part", (), "gpu", lambda: [Figure("the number", "1")], 0, needs="a card")
+    acceptance.run((one,), until=time.monotonic() + 60, again=True)
+    assert not capsys.readouterr().out
+    assert "(it needs a card): the results as they stand in experiments/gpu" in page.when(one, {})

@@ -5,6 +5,7 @@ import urllib.request
 
 import pytest
 
+from experiments.kept import newer, patience
 from experiments.peers.hub import hub
 from experiments.peers.peers import PEERS, CannotSayError
 from experiments.peers.rows import Row, read_rows
@@ -52,3 +53,20 @@ def test_autofits_own_error_is_of_the_loop_where_the_row_was_one() -> None:
     said = {"autofit fit-check": {"bytes": row.measured_bytes}, "autofit estimate": {"bytes": 2 * row.measured_bytes}}
     assert ours(row, {row.name: said}) == 0.0
     assert error(row, {"cannot": "LoRA"}) is None
+
+
+def test_an_answer_that_ran_out_of_time_takes_no_older_one_away() -> None:
+    made = {"date": "2026-11-30", "autofit": "abc"}
+    old, late = {"bytes": 7, "date": "2026-11-01"}, {"error": "no answer", "timed_out": 400, **made}
+    assert newer(old, late) == {**old, "asked_again": "2026-11-30, autofit abc: not done after 400 s"}
+    assert newer(None, late) == newer({"error": "it failed"}, late) == late
+    assert newer(old, {"error": "it failed", **made}) == {"error": "it failed", **made}, "a fault is an answer"
+    assert newer(newer(old, late), {"bytes": 8, **made}) == {"bytes": 8, **made}
+
+
+def test_a_busy_machine_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 9.0, 9.0))
+    assert patience(300) == 300
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
+    assert patience(300) == 4.5 * 300

@@ -7,14 +7,16 @@ import datetime
 import importlib.metadata
 import json
 import os
+import resource
 import subprocess
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.acceptance import page
+from experiments.acceptance import page, told
 from experiments.acceptance.parts import Part, chosen
+from experiments.kept import patience
 
 PACKAGES = ("torch", "transformers", "trl", "peft")
 _LONGEST = 4  # times the minutes of a part, after which it is ended
@@ -24,7 +26,10 @@ def main() -> None:
     """Run, show or write, as the command line asks."""
     parser = argparse.ArgumentParser(prog="python -m experiments.acceptance", description=__doc__)
     parser.add_argument(
-        "what", choices=("run", "status", "page"), help="make claims again, say their age, or write page.md"
+        "what",
+        choices=("run", "status", "page", "figures"),
+        help="make claims again, say their age, write page.md, or list the figures of README, docs and CHANGELOG that"
+        " have no row",
     )
     parser.add_argument("--only", action="append", metavar="PART", help="a part's name, may be given again")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no part that would end after these")
@@ -32,6 +37,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "status":
         print("\n".join(status(part) for part in chosen(options.only)))
+        return
+    if options.what == "figures":
+        print("\n".join(f"{one}: no row" for path in told.pages() for one in told.without_row(path)) or "all have rows")
         return
     if options.what == "run":
         run(chosen(options.only), until=time.monotonic() + 60 * options.minutes, again=options.again)
@@ -42,7 +50,7 @@ def main() -> None:
 def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
     """Run the parts that today's code has not made, one after the other; each is kept as soon as it has ended."""
     head = page.git("rev-parse", "--short", "HEAD")
-    for part in parts:
+    for part in (one for one in parts if one.command):
         made = page.made().get(part.name)
         if made and not again and not page.commits_since(made["commit"]):
             print(f"{part.name}: made by this code already")
@@ -55,7 +63,7 @@ def run(parts: tuple[Part, ...], *, until: float, again: bool) -> None:
 
 def made_again(part: Part, head: str) -> str:
     """Run one part and keep its figures; what happened, in a line."""
-    began, longest_s = time.monotonic(), 60 * _LONGEST * part.minutes
+    began, spent, longest_s = time.monotonic(), _children_s(), patience(60 * _LONGEST * part.minutes)
     log = Path(tempfile.gettempdir()) / f"acceptance-{part.name.replace(' ', '-')}.log"
     with log.open("wb") as file:
         environment = {**os.environ, "PYTHONPATH": str(page.ROOT), "HF_HUB_OFFLINE": "1"}
@@ -75,11 +83,18 @@ def made_again(part: Part, head: str) -> str:
     before = runs.get(part.name, {}).get("figures") or []
     runs[part.name] = {
         "commit": head, "date": datetime.date.today().isoformat(), "wall_s": round(time.monotonic() - began, 1),
+        "cpu_s": round(_children_s() - spent, 1),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "figures": [asdict(figure) for figure in part.figures()], "before": before,
     }  # fmt: skip
     page.MADE.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     return f"done in {time.monotonic() - began:.0f} s"
+
+
+def _children_s() -> float:
+    """Processor seconds of the commands that have ended, and of all that they started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def status(part: Part) -> str:

@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from experiments.acceptance import figures
+from experiments.acceptance import figures, standing
 from experiments.acceptance.figures import Figure
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An experiment: its command, the file or folder that it writes, its figures, and its minutes on two cores."""
+    """An experiment: its command, the file or folder that it writes, its figures, and its minutes on two cores.
+
+    One without a command stands as it was made: a run reads its figures and does not make it again.
+    """
 
     name: str
     says: str
@@ -32,7 +35,7 @@ PARTS = (
     Part("search", "README's own search", _python("-m", "experiments.acceptance.first_search"),
          "acceptance/first_search.json", figures.search_figures, 1),
     Part("seeds", "the five seeds' configurations, predicted", _python("experiments/seeds/run.py"),
-         "seeds/results.json", figures.seed_figures, 3),
+         "seeds/results.json", figures.seed_figures, 2),
     Part("threads", "users' threads: symptom and accepted fix",
          _python("-m", "experiments.field", "--stale", "--untimed", "--no-notes", "--advice-time", "40"),
          "field/results", figures.thread_figures, 13),
@@ -53,6 +56,12 @@ PARTS = (
          _python("-m", "experiments.accuracy", "run", figures.MEASURED_AGAIN, "--again"), "accuracy/results",
          figures.measured_figures, 7,
          needs="the projects' own code: the internet, or a clone in $AUTOFIT_CACHE/accuracy/clones"),
+    Part("engines", "throughputs of vLLM that others published", _python("-m", "experiments.engines"),
+         "engines/table.md", standing.engine_figures, 0.5),
+    Part("cards", "bytes and seconds on H100s and an H200 of ours", (), "gpu", standing.card_figures, 0,
+         needs="an H100 and an H200"),
+    Part("oracle", "bytes against torch's own CUDA allocator", (), "oracle", standing.oracle_figures, 0,
+         needs="the CUDA build of torch"),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from experiments.accuracy import places, table
 from experiments.accuracy.rows import HERE, SETS, MeasuredSet, Row
+from experiments.kept import TIMED_OUT, newer, patience
 
 LIMIT_S = 300  # of one row; the slowest took 150 s on a shared core
 
@@ -42,9 +43,9 @@ def main() -> None:
         places.checkout(measured, row.commit, arguments.repo)
     with ThreadPoolExecutor(arguments.beside) as pool:
         for row, found in zip(rows, pool.map(partial(simulate, source=arguments.repo), rows), strict=True):
-            results[row.name] = found
+            results[row.name] = newer(results.get(row.name), found)
             write(measured, results)
-            print(table.line(row, found), flush=True)
+            print(table.line(row, results[row.name]), flush=True)
 
 
 def simulate(row: Row, *, source: Path | None) -> dict[str, object]:
@@ -59,12 +60,14 @@ def simulate(row: Row, *, source: Path | None) -> dict[str, object]:
         out = Path(scratch) / "figures.json"
         worker = f"experiments.accuracy.workers.{row.set.name}"
         command = [str(interpreter), "-m", worker, row.name, str(tree), str(folder), str(out)]
+        limit_s = patience(LIMIT_S)
         try:
             done = subprocess.run(
-                command, cwd=places.REPOSITORY, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+                command, cwd=places.REPOSITORY, env=environment, capture_output=True, text=True, timeout=limit_s
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"not done after {LIMIT_S} s", **provenance(row, interpreter)}
+            late = {"error": f"not done after {limit_s:.0f} s", TIMED_OUT: round(limit_s)}
+            return {**late, **provenance(row, interpreter)}
         if not out.exists():
             lines = [text for text in done.stderr.splitlines() if text.strip()] or ["nothing was written"]
             return {"error": lines[-1][:300], **provenance(row, interpreter)}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from scipy.stats import spearmanr
 
 from experiments.accuracy.rows import HERE, SETS, MeasuredSet, Row
+from experiments.kept import OLDER
 
 Figures = Mapping[str, object]
 
@@ -25,7 +26,8 @@ def line(row: Row, figures: Figures) -> str:
         return f"{row.name:<58} failed: {figures['error']}"
     errors = {column: error(row, figures, column) for column in row.set.compared}
     shown = [f"{column} {value:+.2%}" for column, value in errors.items() if value is not None]
-    return f"{row.name:<58} {'  '.join(shown)}  ({figures['wall_s']} s)"
+    older = f"  (older; {figures[OLDER]})" if OLDER in figures else ""
+    return f"{row.name:<58} {'  '.join(shown)}  ({figures['wall_s']} s){older}"
 
 
 def results(measured: MeasuredSet) -> dict[str, Figures]:
@@ -63,6 +65,9 @@ def write() -> None:
         failed = [name for name, figures in results(measured).items() if "error" in figures]
         if failed:
             lines.append(f"| {measured.name} | did not run | {len(failed)} | {', '.join(failed)} | | |")
+        older = [name for name, figures in results(measured).items() if OLDER in figures]
+        if older:
+            lines.append(f"| {measured.name} | older, not done again in time | {len(older)} | {', '.join(older)} | | |")
     lines += ["", *seconds(), "", *worst()]
     text = "\n".join(lines) + "\n"
     (HERE / "table.md").write_text(text, encoding="utf-8")

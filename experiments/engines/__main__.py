@@ -1,4 +1,4 @@
-"""Throughputs that others measured with vLLM against the simulated engine's: `python -m experiments.engines`."""
+"""Throughputs that others measured with vLLM, beside the simulated engine's: `python -m experiments.engines`."""
 
 from __future__ import annotations
 
@@ -47,16 +47,22 @@ def tokens_per_s(row: dict[str, str]) -> float:
 
 
 def main() -> None:
+    """Write table.md and print it."""
     errors: dict[str, list[float]] = {}
-    print("| measured | vLLM | tokens/s | simulated | error |\n|---|---|---|---|---|")
+    lines = ["| measured | vLLM | tokens/s | simulated | error |", "|---|---|---|---|---|"]
     for row in rows():
         told, measured = tokens_per_s(row), float(row["tokens_per_s"])
         error = told / measured - 1
         errors.setdefault(row["where"], []).append(error)
-        print(f"| {row['name']} ({row['measure']}) | {row['vllm']} | {measured:.0f} | {told:.0f} | {error:+.0%} |")
+        lines.append(
+            f"| {row['name']} ({row['measure']}) | {row['vllm']} | {measured:.0f} | {told:.0f} | {error:+.0%} |"
+        )
+    lines.append("")
     for where, each in errors.items():
         within = (np.abs(each) <= 0.2).sum()
-        print(f"{where}: within 20 %: {within} of {len(each)}; median {np.median(np.abs(each)):.0%}")
+        lines.append(f"- {where}: within 20 %: {within} of {len(each)}; median {np.median(np.abs(each)):.0%}")
+    (HERE / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

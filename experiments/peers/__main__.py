@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.kept import OLDER, TIMED_OUT, newer, patience
 from experiments.peers import table
 from experiments.peers.hub import hub, model
 from experiments.peers.peers import PEERS, CannotSayError, Peer
@@ -85,12 +86,12 @@ def run(rows: list[Row], peers: list[Peer], *, again: bool, until: float) -> Non
                     continue
                 if peer.requirement and not (home(peer) / "made").exists():
                     continue
-                known[peer.name] = answer(row, peer, address)
+                known[peer.name] = newer(known.get(peer.name), answer(row, peer, address))
                 RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
                 print(
                     row.name,
                     peer.name,
-                    {key: known[peer.name].get(key) for key in ("bytes", "cannot", "error")},
+                    {key: known[peer.name].get(key) for key in ("bytes", "cannot", "error", OLDER)},
                     flush=True,
                 )
 
@@ -125,11 +126,11 @@ def environment(address: str, folder: Path) -> dict[str, str]:
 
 
 def asked(words: list[str], peer: Peer, row: Row, settings: Mapping[str, str]) -> dict[str, Any]:
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before, began, limit_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), patience(LIMIT_S)
     try:
-        done = subprocess.run(words, env=dict(settings), capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(words, env=dict(settings), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer after {LIMIT_S} s"}
+        return {"error": f"no answer after {limit_s:.0f} s", TIMED_OUT: round(limit_s)}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     took = {
         "wall_s": round(time.monotonic() - began, 2),

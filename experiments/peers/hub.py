@@ -28,7 +28,8 @@ def model(name: str) -> tuple[dict[str, Any], int] | None:
     """(config.json, parameters) of a model of models.yaml or of autofit's catalogue; None where neither has it."""
     ours = yaml.safe_load((HERE / "models.yaml").read_text(encoding="utf-8"))
     if name in ours:
-        return dict(ours[name]["config"]), int(ours[name]["parameters"])
+        base = model(ours[name]["of"]) if "of" in ours[name] else None
+        return {**(base[0] if base else {}), **ours[name]["config"]}, int(ours[name]["parameters"])
     known = architecture(name)
     return None if known is None else (dict(known.config), known.parameters)
 

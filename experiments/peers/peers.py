@@ -290,7 +290,12 @@ def _recipe(row: Row) -> Mapping[str, object]:
         "use_peft": row.is_lora,
     }  # fmt: skip
     if row.is_lora:
-        recipe |= {"lora_r": row.lora_r, "lora_alpha": 2 * row.lora_r, "lora_target_modules": list(row.lora_targets)}
+        recipe |= {
+            "lora_r": row.lora_r,
+            "lora_alpha": 2 * row.lora_r,
+            "lora_target_modules": list(row.lora_targets),
+            "lora_dropout": row.lora_dropout,
+        }
     if row.method == "qlora":
         recipe |= {"load_in_4bit": True, "use_bnb_nested_quant": True}
     return recipe

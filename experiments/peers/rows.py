@@ -32,6 +32,7 @@ class Row:
     method: Literal["full", "lora", "qlora"]
     lora_r: int = 0
     lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     adapter: Literal["float32", "bfloat16"] = "float32"
     precision: Literal["bf16", "amp-bf16", "amp-fp16"]  # bf16: weights too; amp: float32 weights under autocast
     micro_batch: int

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.kept import OLDER
 from experiments.peers.peers import PEERS, Peer
 from experiments.peers.rows import HERE, Row, read_rows
 
@@ -50,7 +51,12 @@ def write(results: Results) -> None:
         "|---|---|---|",
     ]
     lines += [f"| {peer.name} | {peer.means} | {peer.lacks} |" for peer in PEERS]
-    lines += ["", "## Row by row (error of the bytes; `-`: no words for it; `x`: it failed)", ""]
+    lines += [
+        "",
+        "## Row by row (error of the bytes; `-`: no words for it; `x`: it failed; `*`: an older answer,"
+        " which was not there again in time)",
+        "",
+    ]
     lines += ["| row | measured | " + " | ".join(peer.name for peer in PEERS) + " |", "|---" * (len(PEERS) + 2) + "|"]
     lines += [_row(row, results) for row in rows if row.name in results]
     lines += ["", "## Seconds of a step", "", "| row | measured | " + " | ".join(_timers(results)) + " |",
@@ -101,7 +107,8 @@ def _cell(row: Row, said: Mapping[str, Any] | None) -> str:
     if said is None:
         return ""
     value = error(row, said)
-    return f"{value:+.1%}" if value is not None else "-" if "cannot" in said else "x"
+    older = "*" if OLDER in said else ""
+    return (f"{value:+.1%}" if value is not None else "-" if "cannot" in said else "x") + older
 
 
 def _timers(results: Results) -> list[str]:

@@ -22,7 +22,7 @@ RESULTS = HERE / "results.json"
 NAMES = {
     "autofit search": "autofit-llm", "transformers auto_find_batch_size": "transformers",
     "accelerate find_executable_batch_size": "accelerate", "Lightning scale_batch_size": "lightning",
-    "Optuna alone": "optuna",
+    "Optuna alone": "optuna", "autovram": "autovram", "DeepSpeed autotuning": "deepspeed",
 }  # fmt: skip
 
 

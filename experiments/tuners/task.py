@@ -47,12 +47,12 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids, "attention_mask": ids}
 
 
-def model() -> Any:
+def model(dtype: torch.dtype = torch.bfloat16) -> Any:
     known = architecture(MODEL)
     assert known is not None
     config = AutoConfig.for_model(**known.config)
     config.use_cache = False
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
@@ -73,7 +73,13 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
 
 def trainer(
-    gpu: FakeGpu, micro: int, accumulation: int, *, finds: bool = False, steps: int = 2
+    gpu: FakeGpu,
+    micro: int,
+    accumulation: int,
+    *,
+    finds: bool = False,
+    steps: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Trainer, Steps]:
     """transformers' Trainer of the task, and what it reports."""
     arguments = TrainingArguments(
@@ -82,4 +88,4 @@ def trainer(
         gradient_checkpointing=False, auto_find_batch_size=finds, logging_strategy="no",
     )  # fmt: skip
     seen = Steps(gpu)
-    return Trainer(model=model(), args=arguments, train_dataset=Samples(), callbacks=[seen]), seen
+    return Trainer(model=model(dtype), args=arguments, train_dataset=Samples(), callbacks=[seen]), seen

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from autofit.fakegpu import fake_gpu
+from experiments.kept import patience
 from experiments.tuners import task
 from experiments.tuners.task import ACCUMULATION, CARD, MICRO, Outcome, trainer
 
@@ -110,6 +113,31 @@ def lightning_scaler() -> Outcome:
                    accumulation=ACCUMULATION, samples_per_s=found * ACCUMULATION / step_s)  # fmt: skip
 
 
+def autovram() -> Outcome:
+    """autovram's `tune` of a script that reads its variables; it tries three precisions, the task's is bfloat16."""
+    script = f"{sys.executable} -m experiments.tuners.autovram_script"
+    words = [str(Path(sys.executable).parent / "autovram"), "tune", "--cmd", script, "--metric", "samples_per_s"]
+    settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*words, "--timeout", str(patience(120))],
+            cwd=folder,
+            env=settings,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        found = json.loads((Path(folder) / ".autovram" / "config.json").read_text(encoding="utf-8"))
+    tried = re.findall(r"→ (OK|OOM|BAD)\s+samples_per_s=([\d.]+|-)", done.stdout)
+    return Outcome(
+        probes=len(tried),
+        ooms=sum(status == "OOM" for status, _ in tried),
+        micro_batch=found["micro_batch"],
+        accumulation=found["grad_accum"],
+        samples_per_s=max(float(speed) for status, speed in tried if status == "OK"),
+    )
+
+
 def autofit_search() -> Outcome:
     """`autofit search` on the same recipe, as a user types it."""
     recipe = (
@@ -140,10 +168,31 @@ def autofit_search() -> Outcome:
     )
 
 
+def deepspeed_autotuning() -> Outcome:
+    """DeepSpeed's autotuner by its launcher, which looks for cards by itself, before any script can simulate one.
+
+    Told to do without (DS_ACCELERATOR=cpu) it takes the host's memory for the card's (`total_memory` of its CPU
+    accelerator). Reading its results is left for a machine with a card.
+    """
+    config = {
+        "train_batch_size": MICRO * ACCUMULATION, "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION, "bf16": {"enabled": True}, "autotuning": {"enabled": True},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ds.json").write_text(json.dumps(config), encoding="utf-8")
+        words = [str(Path(sys.executable).parent / "deepspeed"), "--autotuning", "run", "--num_gpus", "1"]
+        words += ["--num_nodes", "1", "train.py", "--deepspeed", "--deepspeed_config", "ds.json"]
+        settings = {**os.environ, "DS_ACCELERATOR": "cuda"}
+        done = subprocess.run(words, cwd=folder, env=settings, capture_output=True, text=True)
+    raise RuntimeError(f"needs a GPU: {done.stderr.strip().splitlines()[-1]}")
+
+
 TUNERS: dict[str, Callable[[], Outcome]] = {
     "autofit search": autofit_search,
     "transformers auto_find_batch_size": auto_find_batch_size,
     "accelerate find_executable_batch_size": find_executable_batch_size,
     "Lightning scale_batch_size": lightning_scaler,
     "Optuna alone": optuna_alone,
+    "autovram": autovram,
+    "DeepSpeed autotuning": deepspeed_autotuning,
 }

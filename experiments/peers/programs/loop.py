@@ -30,7 +30,9 @@ def built(row: SimpleNamespace, folder: Path) -> torch.nn.Module:
     if row.method != "full":
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(r=row.lora_r, lora_alpha=2 * row.lora_r, target_modules=row.lora_targets)
+        lora = LoraConfig(
+            r=row.lora_r, lora_alpha=2 * row.lora_r, lora_dropout=row.lora_dropout, target_modules=row.lora_targets
+        )
         model = get_peft_model(model, lora, autocast_adapter_dtype=row.adapter == "float32")
     if row.checkpointing:
         model.enable_input_require_grads()
