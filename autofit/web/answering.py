@@ -61,6 +61,7 @@ def verdict_told(check: Check, given: Mapping[str, object], changes: Mapping[str
         "step_s_90": result.step_s_interval, "rollout_s": next(iter(result.rollout_s), None),
         "batch": batch_words(recipe), "facts": [[name, text] for name, text in _facts(recipe, given)],
         "phases": _phases(result, spec.context_bytes, check.capacity_bytes), "context_bytes": spec.context_bytes,
+        "course": result.course or None,
         "warnings": [
             *(line.removesuffix(".") for line in care_lines(result, recipe, check.capacity_bytes)),
             *float32_words(recipe, result, check.capacity_bytes),
