@@ -74,7 +74,7 @@ def test_a_module_that_an_older_version_does_not_have_yet_is_no_drift(monkeypatc
     import trl
 
     of_older = {"trl.generation.vllm_generation": ("0.24.0", trl), "transformers.models.new": ("5.6.0", transformers)}
-    monkeypatch.setitem(registry._LIBRARIES, "transformers.models.new", registry.libraries.save_pretrained)
+    monkeypatch.setitem(registry._LIBRARIES, "transformers.models.new", lambda gpu, module: [])
     monkeypatch.setitem(registry._SINCE, "transformers.models.new", (5, 8))
     has = registry._has
     monkeypatch.setattr(registry, "_has", lambda package, name: name not in of_older and has(package, name))
