@@ -21,7 +21,7 @@ from autofit.commands.common import (
     terminate_like_interrupt,
 )
 from autofit.errors import ConfigError
-from autofit.recipe.pipeline import read_pipeline, record_path
+from autofit.recipe.pipeline import in_stage, read_pipeline, record_path
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.glance import check_names
 from autofit.tuning.storage import database_of
@@ -272,7 +272,7 @@ def _look_at_stages(options: argparse.Namespace) -> None:
                 changes={}, prompt_tokens=tokens if isinstance(tokens, int) else None,
             )  # fmt: skip
         except ConfigError as error:
-            wrong.append(f"stage {stage.name}: {error}")
+            wrong.append(f"stage {stage.name}: {error.told(in_stage)}")
     if wrong:
         raise ConfigError("; ".join(wrong))
 
