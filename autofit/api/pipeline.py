@@ -19,7 +19,7 @@ from autofit.api.searching import search
 from autofit.api.searching import search as search_for_the_fastest
 from autofit.api.tables import Shown
 from autofit.cluster.scheduler import Executor
-from autofit.errors import ConfigError, option
+from autofit.errors import ConfigError, Option, option
 from autofit.folding import Folding
 from autofit.hardware.hardware import training_device
 from autofit.plugin.registry import trainer_for
@@ -27,7 +27,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.promotion.promotion import model_path
 from autofit.promotion.run_folder import RunFolder
 from autofit.promotion.stages import Inputs, KnownStage, State, base_of, inputs_of, is_adapter, whole_model
-from autofit.recipe.pipeline import Pipeline, Stage, in_stage, read_pipeline
+from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
 from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage
 
@@ -154,6 +154,11 @@ def check_stages(about: Knowledge, *, only: str | None, tell: OnEvent) -> None:
         _Check(about, tell).look_at(to_look_at)
 
 
+def _in_stage(named: Option) -> str:
+    """An option of a search in an error of a stage: the command of a pipeline has no --prompt-tokens."""
+    return f"prompt_tokens: {named.value} in the stage" if named.name == "prompt-tokens" else option(*named)
+
+
 class _Check:
     """Looks at one stage after the other; the base model of an earlier one stands in for what it will train."""
 
@@ -188,7 +193,7 @@ class _Check:
             request.check()
             planned = make_plan(request, server, silent)
         except ConfigError as error:
-            self._wrong.setdefault(error.told(in_stage), []).append(stage.name)
+            self._wrong.setdefault(error.told(_in_stage), []).append(stage.name)
             return None
         drop(planned.scratch)
         recipe = planned.plan.recipe

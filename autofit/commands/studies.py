@@ -21,7 +21,7 @@ from autofit.commands.common import (
     terminate_like_interrupt,
 )
 from autofit.errors import ConfigError
-from autofit.recipe.pipeline import in_stage, read_pipeline, record_path
+from autofit.recipe.pipeline import read_pipeline, record_path
 from autofit.recipe.secrets import without_secrets
 from autofit.tuning.glance import check_names
 from autofit.tuning.storage import database_of
@@ -268,11 +268,12 @@ def _look_at_stages(options: argparse.Namespace) -> None:
         tokens = stage.options.get("prompt_tokens")
         try:
             check_source_early(
-                source_of(stage.values), trainer=stage.trainer, device="cpu" if options.gpu is None else "sim:",
-                changes={}, prompt_tokens=tokens if isinstance(tokens, int) else None,
+                source_of(stage.values), trainer=stage.trainer, changes={},
+                device="cpu",  # also for a plan on a simulated card: what is planned trains on a dataset
+                prompt_tokens=tokens if isinstance(tokens, int) else None,
             )  # fmt: skip
         except ConfigError as error:
-            wrong.append(f"stage {stage.name}: {error.told(in_stage)}")
+            wrong.append(f"stage {stage.name}: {error}")
     if wrong:
         raise ConfigError("; ".join(wrong))
 

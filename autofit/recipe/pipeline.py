@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import cast
 
-from autofit.errors import ConfigError, Option, nearest, option, printable
+from autofit.errors import ConfigError, nearest, option, printable
 from autofit.recipe.recipe import merge
 from autofit.recipe.yaml_file import read_yaml_mapping
 
@@ -107,11 +107,6 @@ class Pipeline:
 def record_path(folder: Path, name: str) -> Path:
     """Where the studies' `folder` has what a pipeline has done."""
     return folder / "pipelines" / f"{name}.json"
-
-
-def in_stage(named: Option) -> str:
-    """An option of a search in an error of a stage: the command of a pipeline has no --prompt-tokens."""
-    return f"prompt_tokens: {named.value} in the stage" if named.name == "prompt-tokens" else option(*named)
 
 
 def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, object] | None = None) -> Pipeline:
