@@ -77,7 +77,7 @@ def sync(options: argparse.Namespace) -> int:
 
     folder = studies_folder(options.dir)
     count = sync(folder, options.study, rebuild=options.rebuild)
-    print(f"{count} finished trials are in MLflow ({without_secrets(tracking_uri(folder))})")
+    show_line(f"{count} finished trials are in MLflow ({without_secrets(tracking_uri(folder))})")
     return DONE
 
 
