@@ -134,7 +134,9 @@ def test_the_picture_is_in_the_order_of_a_step_in_the_pages_colours_and_names_st
     assert all(colour in page for colour in estimate._COLOURS.values())
     held = {"load": {"weights": 16 * GB}, "update": {"weights": 16 * GB, "gradients": 1}, "rollout": {"KV cache": GB}}
     phases = tuple(replace(result(GB).phases[0], name=name) for name in held)
-    axes = estimate.memory_figure(replace(result(GB), phases=phases, categories=held), 20 * GB).axes[0]
+    of_all = replace(result(GB), phases=phases, categories=held, rollout_s=(0.0,))
+    assert list(estimate.estimate_table(of_all, 20 * GB)[0].columns[0].cells) == ["load", "rollout", "update"]
+    axes = estimate.memory_figure(of_all, 20 * GB).axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["load", "rollout", "update"]
     words = [text.get_text().strip() for text in axes.texts]
     assert words == ["weights", "weights", "KV cache", "16.0", "1.0", "16.0", "limit 20.00 GB"]

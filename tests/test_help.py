@@ -41,6 +41,12 @@ def test_the_help_has_each_command_and_exit_code_within_the_terminal(
         assert any(line.startswith(f"  {name} ") for line in lines)
     for code in (0, 1, 2, 130):
         assert any(line.startswith(f"  {code} ") for line in lines)
+    for name in _COMMANDS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        long = [line for line in lines if len(line) >= columns]
+        assert not [line for line in long if not line.strip().startswith(("autofit ", "--", "["))]  # no word is broken
 
 
 @pytest.mark.parametrize("shell", SHELLS)

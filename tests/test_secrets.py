@@ -48,7 +48,7 @@ hub_token:
 lora_r: 8
 """
     found = sealed_text(text)
-    assert not [secret for secret in (TOKEN, KEY, PASSWORD, "a&b", "c  #", "two words") if secret in found]
+    assert not [secret for secret in (TOKEN, KEY, PASSWORD, "a&b", "$c  #", "two words") if secret in found]
     for line in ("hf_hub_token: null", "pad_token: <pad>", "--hub_token $HF", "hub_token:\nlora_r: 8", "lora_r: 8}"):
         assert line in found
     assert sealed_text(found) == found

@@ -295,7 +295,9 @@ def finish(folder: Path, changes: Mapping[str, object], *arguments: str) -> dict
     return found
 
 
-def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`autofit run` has no option --prompt-tokens: each stage has a key of its own."""
 
     def unreachable(*_: object) -> None:
@@ -303,6 +305,10 @@ def test_what_a_stage_lacks_is_said_in_the_keys_of_the_file(tmp_path: Path, monk
         raise ConfigError(f"the tokenizer must be reachable; connect to it, or give {stated}: a sample")
 
     monkeypatch.chdir(tmp_path)
+    stage = {"values": {"model_name_or_path": "Qwen/Qwen3-4B"}, "trainer": "sft"}
+    Path("p.yaml").write_text(json.dumps({"stages": {"a": stage}}))
+    assert main(["run", "p.yaml", "--plan", "--gpu", "rtx4090"]) == 2  # before the imports
+    assert capsys.readouterr().err.endswith("a folder or a name) or datasets\n")  # made-up samples train nothing
     monkeypatch.setattr("autofit.api.pipeline.make_plan", unreachable)
     stage = {"values": {"model_name_or_path": "m", "dataset_name": "d"}, "trainer": "sft"}
     with pytest.raises(ConfigError, match="or give prompt_tokens: N in the stage: a sample"):

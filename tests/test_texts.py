@@ -1,6 +1,7 @@
 """What the texts of the repository name exists: files that they cite, and packages that they ask to install."""
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_no_text_asks_to_install_the_strangers_package_of_our_name() -> None:
 )  # fmt: skip
 def test_a_text_that_asks_for_our_name_is_found(text: str, asks: bool) -> None:
     assert bool(INSTALLED.search(text)) is asks
+
+
+def test_the_page_on_pypi_leads_to_the_repository_that_releases_it() -> None:
+    page = runpy.run_path(str(ROOT / "setup.py"))["page"]
+    made = page((ROOT / "README.md").read_text("utf-8"), "owner/name", "v1.2.3")
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)\s]+)\)", made)
+    at = {"": "https://github.com/owner/name/blob/v1.2.3/", "!": "https://raw.githubusercontent.com/owner/name/v1.2.3/"}
+    assert {mark for mark, _ in links} == {"", "!"}
+    for mark, link in links:
+        assert link.startswith(at[mark])
+        assert (ROOT / link.removeprefix(at[mark])).exists()
+    assert page("[a](https://b.c/d) [e](#f)", "owner/name", "v1") == "[a](https://b.c/d) [e](#f)"

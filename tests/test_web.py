@@ -659,6 +659,12 @@ def test_an_answer_has_the_verdict_and_the_phases_and_leaves_nothing_behind(simu
     for phase in phases:
         beside = phase["bytes"] - verdict["context_bytes"] - sum(phase["categories"].values())
         assert 0 <= beside < 2**20  # the allocator's rounding
+    course: dict[str, Any] = verdict["course"]  # type: ignore[assignment]
+    assert {"update", "optimizer"} <= {name for name, _, _ in course["phases"]}
+    totals = [sum(parts) * 2**20 for parts in zip(*course["live"].values(), strict=True)]
+    most = max(phase["bytes"] for phase in phases if phase["name"] in ("update", "optimizer"))
+    most -= verdict["context_bytes"]
+    assert max(totals) == pytest.approx(most, rel=0.02)
     assert str(simulator.home) not in json.dumps(told)
     assert any("left out: output_dir" in str(line["text"]) for line in told if line["is"] == "note")
     assert not left_by(simulator)
@@ -809,6 +815,7 @@ def test_the_page_works_in_a_real_browser(
         page.get_by_role("button", name="sft").click()
         expect(page.get_by_role("heading", name="fits NVIDIA GeForce RTX 4090")).to_be_visible(timeout=_WAIT_MS)
         expect(page.get_by_role("img", name="The peak is update")).to_be_visible()
+        expect(page.get_by_role("img", name="Memory over one step, by category: update")).to_be_visible()
         first = page.get_by_role("button", name="Apply per_device_train_batch_size 2 -> 4").first
         expect(first).to_be_visible(timeout=_WAIT_MS)
         expect(page.get_by_role("status")).to_contain_text("An optimizer step trains on 4 samples")
@@ -836,7 +843,7 @@ NO_FIT = {
     "batch": "An optimizer step trains on 4 samples: 4 at a time x 1 accumulation step x 1 card.",
     "facts": [["model", MODEL], ["weights", "a_long_name_of_a_file_without_a_place_to_break_it" * 3]],
     "phases": [{"name": "update", "bytes": 24e9, "cached_bytes": 1, "categories": {"weights": 20e9}}],
-    "context_bytes": 600_000_000, "warnings": [], "yaml": "a: 1",
+    "context_bytes": 600_000_000, "course": None, "warnings": [], "yaml": "a: 1",
 }  # fmt: skip
 CARD = {
     "is": "card", "card": "rtx4090", "name": "NVIDIA GeForce RTX 4090", "count": 1, "verdict": "fits", "tier": "",

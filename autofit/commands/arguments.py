@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autofit import __version__
-from autofit.commands.help import SHELLS, epilog, overview
+from autofit.commands.help import SHELLS, epilog, folded, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.profile import TRAINERS
 from autofit.recipe.secrets import without_secrets
@@ -362,7 +362,8 @@ class _Kinds(tuple[str, ...]):
 def _executor(parser: _Parser, *, debugging: bool = False) -> "argparse._ArgumentGroup":
     """The options that say where jobs run; those of Slurm have sbatch's names."""
     group = parser.add_argument_group(
-        "where jobs run", "An executor.yaml in the working directory has the same keys; options win over it."
+        "where jobs run",
+        folded("An executor.yaml in the working directory has the same keys; options win over it.", indent=2),
     )
     kinds = _Kinds(("local", "slurm"))
     text = "local: this machine (default); slurm: jobs of a cluster"
@@ -474,7 +475,7 @@ def _add_trainer(parser: _Parser) -> None:
 
 def _command(commands: "argparse._SubParsersAction[_Parser]", name: str, text: str) -> _Parser:
     parser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog(name),
+        name, help=text, description=folded(text[0].upper() + text[1:] + "."), epilog=epilog(name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--dir", type=Path, default=Path("autofit-studies"), help="folder of the studies")

@@ -55,7 +55,7 @@ _NAME = 14  # columns of a command's name, with its margin
 
 def overview(usage: str, description: str, sentences: Mapping[str, str]) -> str:
     """The text of `autofit --help`; `sentences` has the one of each command."""
-    columns = min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - 1
+    columns = _columns()
     parts = [usage.strip(), "\n".join(textwrap.wrap(description, columns))]
     for title, commands in GROUPS.items():
         lines = [f"{title}:"]
@@ -70,11 +70,19 @@ def overview(usage: str, description: str, sentences: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def folded(text: str, *, indent: int = 0) -> str:
+    """A sentence in lines as long as the terminal has room for."""
+    return textwrap.fill(text, _columns() - indent)
+
+
 def epilog(command: str) -> str:
     """What stands at the end of a command's own help."""
-    columns = min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - 1
     examples = "\n".join(["examples:", *(f"  autofit {text}" for text in EXAMPLES[command])])
-    return f"{examples}\n\n{exit_codes(columns)}"
+    return f"{examples}\n\n{exit_codes(_columns())}"
+
+
+def _columns() -> int:
+    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - 1
 
 
 def exit_codes(columns: int) -> str:

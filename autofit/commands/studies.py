@@ -77,7 +77,7 @@ def sync(options: argparse.Namespace) -> int:
 
     folder = studies_folder(options.dir)
     count = sync(folder, options.study, rebuild=options.rebuild)
-    print(f"{count} finished trials are in MLflow ({without_secrets(tracking_uri(folder))})")
+    show_line(f"{count} finished trials are in MLflow ({without_secrets(tracking_uri(folder))})")
     return DONE
 
 
@@ -268,8 +268,9 @@ def _look_at_stages(options: argparse.Namespace) -> None:
         tokens = stage.options.get("prompt_tokens")
         try:
             check_source_early(
-                source_of(stage.values), trainer=stage.trainer, device="cpu" if options.gpu is None else "sim:",
-                changes={}, prompt_tokens=tokens if isinstance(tokens, int) else None,
+                source_of(stage.values), trainer=stage.trainer, changes={},
+                device="cpu",  # also for a plan on a simulated card: what is planned trains on a dataset
+                prompt_tokens=tokens if isinstance(tokens, int) else None,
             )  # fmt: skip
         except ConfigError as error:
             wrong.append(f"stage {stage.name}: {error}")

@@ -22,21 +22,19 @@ from autofit.forecast.levers import Levers
 from autofit.forecast.margin import is_safe, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import (
-    BEFORE_UPDATE,
     EVALUATION,
+    IN_ORDER,
     LOAD,
     LOG_PROBS,
     OPTIMIZER,
     ROLLOUT,
     SCORING,
-    SYNC,
     UPDATE,
-    WAKE_UP,
 )
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.prepare import last_words
-from autofit.probing.result import Cause, ProbeResult, ProbeSetup, ProbeStatus
+from autofit.probing.result import Cause, PhasePeak, ProbeResult, ProbeSetup, ProbeStatus
 from autofit.recipe.findings import clashes
 from autofit.recipe.recipe import Recipe
 from autofit.units import format_bytes, format_seconds
@@ -184,7 +182,6 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
 
 
 _NEARLY_ALL = 0.95
-_IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER)
 
 
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
@@ -195,12 +192,18 @@ def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str
     timed = LOG_PROBS in result.phase_s  # a generation of several passes, of which each has settings of its own
     for name in [*(["seconds"] if timed else []), "peak allocated", *names]:
         table.add_column(name, justify="right", no_wrap=True)
-    for phase in sorted(result.phases, key=lambda p: _IN_ORDER.index(p.name)) if timed else result.phases:
+    for phase in in_order(result.phases):
         bytes_of = result.categories.get(phase.name, {})
         cells = [format_bytes(bytes_of[n]) if n in bytes_of else "-" for n in names]
         took = [format_seconds(result.phase_s[phase.name]) if phase.name in result.phase_s else "-"] if timed else []
         table.add_row(phase.name, *took, format_bytes(phase.peak_allocated_bytes), *cells)
     return table, _sentence(result, capacity_bytes)
+
+
+def in_order(phases: Sequence[PhasePeak]) -> list[PhasePeak]:
+    """The phases in the order of a step; they are measured in another one where the update is rehearsed first."""
+    places = {name: place for place, name in enumerate(IN_ORDER)}
+    return sorted(phases, key=lambda phase: places.get(phase.name, len(places)))
 
 
 def _categories(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -336,7 +339,7 @@ def _draw_phases_of_step(axes: Any, phases: Sequence[Sequence[Any]], parts: int)
     for (name, first, seconds), end in zip(merged, [*(m[1] for m in merged[1:]), parts], strict=True):
         if first:
             axes.axvline(first, color=_INK, linewidth=0.5, alpha=0.4)
-        if end - first >= _NAMED_PHASE_FRAC * parts and name in _PHASES:
+        if end - first >= _NAMED_PHASE_FRAC * parts and name in IN_ORDER:
             axes.text((first + end) / 2, -0.02, f"{name}\n{format_seconds(seconds)}", ha="center", va="top", fontsize=9,
                       color=_INK, transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set_xlabel("allocations and frees of one step, in order", labelpad=34, fontsize=9)
@@ -344,8 +347,7 @@ def _draw_phases_of_step(axes: Any, phases: Sequence[Sequence[Any]], parts: int)
 
 def _draw_phases(axes: Any, result: ProbeResult, height: float) -> None:
     """A bar for each phase, in the order of a step."""
-    named = [p.name for p in result.phases if p.name in result.categories]
-    names = sorted(named, key=lambda name: _PHASES.index(name) if name in _PHASES else len(_PHASES))
+    names = [p.name for p in in_order(result.phases) if p.name in result.categories]
     below = [0.0] * len(names)
     for category in _categories(result.categories):
         heights = [result.categories[name].get(category, 0) / 1e9 for name in names]
@@ -360,8 +362,6 @@ def _draw_phases(axes: Any, result: ProbeResult, height: float) -> None:
 
 
 # -- the place where a run that does not fit stops --------------------------------------------------------------------
-
-_PHASES = (LOAD, WAKE_UP, SYNC, ROLLOUT, SCORING, UPDATE, OPTIMIZER, EVALUATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,7 +409,7 @@ def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
     card = gpu_spec(result.device.removeprefix("sim:"))
     context = card.context_bytes + nccl_bytes(card, recipe.launch.ranks)
     peaks = {p.name: p.peak_allocated_bytes + context for p in result.phases}
-    over = [name for name in _PHASES if peaks.get(name, 0) > capacity_bytes]
+    over = [name for name in IN_ORDER if peaks.get(name, 0) > capacity_bytes]
     phase = over[0] if over else max(peaks, key=lambda name: peaks[name], default=result.oom_phase or UPDATE)
     evaluates = phase == EVALUATION
     return Crash(

@@ -27,6 +27,7 @@ LOG_PROBS, REFERENCE, LOADING = "old log-probs", "reference", "loading"
 VALUES, CRITIC = "values", "update critic"  # of PPO's critic: of all samples, and all its optimizer steps
 BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, VALUES, CRITIC, LOADING)
 EVALUATION = "evaluation"  # between two steps: only the loss, of samples that are not trained
+IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)  # as a person is shown them
 MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
 
 

@@ -77,10 +77,11 @@ def _place(folder: Path) -> Path:
     """The absolute path of `folder`. Raises ConfigError where a database's address would name another file."""
     try:
         path = folder.resolve()
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"the links of {quoted(str(folder))} lead to themselves; give another {option('dir')}"
-        ) from error
+        is_loop = any(part.is_symlink() for part in (path, *path.parents))  # from Python 3.13 on it is no error
+    except (OSError, RuntimeError):
+        is_loop = True
+    if is_loop:
+        raise ConfigError(f"the links of {quoted(str(folder))} lead to themselves; give another {option('dir')}")
     if any(character in str(path) for character in "?{}") or unquote(str(path)) != str(path):
         raise ConfigError(
             f"{option('dir')}: a path with ?, {{, }} or %20 in it cannot name a database; got {quoted(str(path), 150)}"

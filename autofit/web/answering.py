@@ -22,7 +22,7 @@ from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line
 from autofit.fakegpu.specs import GpuSpec, gpu_spec
 from autofit.forecast.advice import Advice, advice_lines, float32_words
 from autofit.forecast.change import Change
-from autofit.forecast.estimate import Estimator
+from autofit.forecast.estimate import Estimator, in_order
 from autofit.forecast.margin import care_lines, most_used_bytes, shown_bytes
 from autofit.forecast.shop import Offer, Shop
 from autofit.frontends.draft import NOT_SIMULATED, Explanation
@@ -30,7 +30,6 @@ from autofit.frontends.reading import explain
 from autofit.frontends.sharing import OTHERWISE, UnreadFileError
 from autofit.frontends.writing import own_text, own_words
 from autofit.hardware.prices import Price, prices
-from autofit.plugin.protocol import BEFORE_UPDATE, EVALUATION, LOAD, OPTIMIZER, SAVE, UPDATE
 from autofit.plugin.registry import load, trainer_for
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.recipe.findings import clashes
@@ -43,7 +42,6 @@ from autofit.space.traits import describe_changes, reason_for, samples_word
 from autofit.web.allowed import SUFFIXES, Allowed, allowed, allowed_launch, write_config, write_training
 from autofit.web.simulator import Question, Shared
 
-_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)
 Told = dict[str, object]
 
 
@@ -61,6 +59,7 @@ def verdict_told(check: Check, given: Mapping[str, object], changes: Mapping[str
         "step_s_90": result.step_s_interval, "rollout_s": next(iter(result.rollout_s), None),
         "batch": batch_words(recipe), "facts": [[name, text] for name, text in _facts(recipe, given)],
         "phases": _phases(result, spec.context_bytes, check.capacity_bytes), "context_bytes": spec.context_bytes,
+        "course": result.course or None,
         "warnings": [
             *(line.removesuffix(".") for line in care_lines(result, recipe, check.capacity_bytes)),
             *float32_words(recipe, result, check.capacity_bytes),
@@ -109,8 +108,7 @@ def _facts(recipe: Recipe, given: Mapping[str, object]) -> list[tuple[str, str]]
 def _phases(result: ProbeResult, context_bytes: int, capacity_bytes: int) -> list[Told]:
     """Each phase that holds anything, with its bytes by category, in the order of a step."""
     found = []
-    places = {name: place for place, name in enumerate(_ORDER)}
-    for phase in sorted(result.phases, key=lambda phase: places.get(phase.name, len(places))):
+    for phase in in_order(result.phases):
         if not phase.peak_allocated_bytes:
             continue
         held = context_bytes + phase.peak_allocated_bytes

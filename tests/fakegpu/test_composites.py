@@ -70,7 +70,7 @@ def test_no_operator_with_a_cuda_kernel_is_taken_apart_on_the_card() -> None:
     assert len(with_kernel) > 1000
     outside = _taken_apart(with_kernel)
     assert outside <= set(OWN_KERNELS)
-    assert "silu_backward" in outside
+    assert ("silu_backward" in outside) == (torch.version.cuda is None)  # a CUDA build takes none apart
     with fake_gpu("a100-40gb"):
         assert _taken_apart(with_kernel) == set()
     assert _taken_apart(with_kernel) == outside

@@ -69,6 +69,23 @@ def test_a_patch_without_target_is_noted_with_its_reason_and_the_version(monkeyp
         assert any(words in note for note in _notes(gpu))
 
 
+def test_a_module_that_an_older_version_does_not_have_yet_is_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    import trl
+
+    of_older = {"trl.generation.vllm_generation": ("0.24.0", trl), "transformers.models.new": ("5.6.0", transformers)}
+    monkeypatch.setitem(registry._LIBRARIES, "transformers.models.new", lambda gpu, module: [])
+    monkeypatch.setitem(registry._SINCE, "transformers.models.new", (5, 8))
+    has = registry._has
+    monkeypatch.setattr(registry, "_has", lambda package, name: name not in of_older and has(package, name))
+    for name, (version, package) in of_older.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(package, "__version__", version)
+    with fake_gpu("a100-40gb") as gpu:
+        pass
+    assert not any("there is no module" in note for note in gpu.notes)
+
+
 def _attend(attention: Callable[..., torch.Tensor]) -> None:
     q = [torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     attention(*q, is_causal=True).sum().backward()

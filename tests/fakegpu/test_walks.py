@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -72,3 +74,9 @@ def test_clipping_and_a_fused_step_count_each_tensor() -> None:
         assert clipped == pytest.approx(5 * OF_A_TENSOR[torch.ops.aten._foreach_norm.Scalar])
         optimizer.step()
         assert log.launches - clipped == pytest.approx(5 * OF_A_TENSOR[torch.ops.aten._fused_adamw_.default])
+
+
+def test_a_function_that_yields_does_so_in_a_block_too_as_python_warns_of_another_kind_of_code() -> None:
+    with fake_gpu("a100-40gb"):
+        assert inspect.isgeneratorfunction(torch.nn.Module.named_modules)
+        assert [name for name, _ in torch.nn.Sequential(torch.nn.ReLU()).named_modules()] == ["", "0"]

@@ -11,10 +11,11 @@ passes calls to the original outside, and is redirected like a function inside.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FunctionType
+from inspect import CO_GENERATOR
+from types import CodeType, FunctionType
 from typing import TypeVar, cast
 
 # What a block changes, and how it is restored: every action runs, whatever the others or the block raise.
@@ -64,8 +65,22 @@ def _with_a_cell(cell: object) -> FunctionType:
     return cast("FunctionType", redirected)
 
 
-# By the number of variables of outer functions, which a function keeps: the code that it gets must have as many.
-_CODES = {0: _redirected.__code__, 1: _with_a_cell(None).__code__}
+def _redirected_generator(
+    *args: object, _to: Callable[..., Iterable[object]], **kwargs: object
+) -> Generator[object, None, None]:
+    yield from _to(*args, **kwargs)
+
+
+# By the number of variables of outer functions, which a function keeps: the code that it gets must have as many, and
+# be a generator's where its own is (from Python 3.13 on).
+_CODES = {
+    (0, False): _redirected.__code__, (1, False): _with_a_cell(None).__code__,
+    (0, True): _redirected_generator.__code__,
+}  # fmt: skip
+
+
+def _kind(code: CodeType) -> tuple[int, bool]:
+    return len(code.co_freevars), bool(code.co_flags & CO_GENERATOR)
 
 
 def redirect(function: FunctionType, to: Callable[..., object], undo: Undo) -> None:
@@ -74,7 +89,7 @@ def redirect(function: FunctionType, to: Callable[..., object], undo: Undo) -> N
     undo.add(setattr, function, "__kwdefaults__", defaults)
     undo.add(setattr, function, "__code__", code)
     function.__kwdefaults__ = {**(defaults or {}), "_to": to}  # before the code, for threads that call it meanwhile
-    function.__code__ = _CODES[len(code.co_freevars)]
+    function.__code__ = _CODES[_kind(code)]
 
 
 def untouched(value: Original) -> Original:
@@ -95,7 +110,7 @@ def replace(owner: object, name: str, value: object, undo: Undo) -> None:
     old = held if held is not MISSING else getattr(owner, name, MISSING)
     function = _function(held)
     to = value.__func__ if isinstance(value, staticmethod) else value
-    if function is not None and len(function.__code__.co_freevars) in _CODES and callable(to):
+    if function is not None and _kind(function.__code__) in _CODES and callable(to):
         redirect(function, to, undo)
     elif callable(to) and (callable(old) or old is MISSING):
         made, entry = _stand_in(owner, name, old)

@@ -324,8 +324,9 @@ _CREATED = {
     "LLM", "SamplingParams", "StructuredOutputsParams", "triton",
 }  # fmt: skip
 
-# Modules that older supported versions of their package do not have.
+# Modules that older versions of their package do not have.
 _SINCE = {
+    "transformers.models.exaone4_5.modeling_exaone4_5": (5, 8), "trl.generation.vllm_generation": (0, 28),
     "trl.kernels.chunked_logprob": (1, 15), "trl.kernels.chunked_divergence": (1, 15),
     "peft.tuners.adamss.layer": (0, 21),
 }  # fmt: skip

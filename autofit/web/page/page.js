@@ -351,11 +351,7 @@ function picture() {
   const peak = phases.reduce((a, b) => a.bytes >= b.bytes ? a : b);
   const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label":
     `Memory by phase on ${verdict.card_name}, whose limit is ${gb(limit)}. ${phases.map((p) => `${p.name} ${gb(p.bytes)}`).join(", ")}. The peak is ${peak.name}. The figures are in a table below.`});
-  const step = [1, 2, 5, 10, 20, 50, 100, 200].find((gigabytes) => most / 1e9 / gigabytes <= 6) || 500;
-  for (let at = 0; at * 1e9 <= most; at += step) {
-    svg.append(drawn("line", {class: "axis", x1: left, x2: width, y1: y(at * 1e9), y2: y(at * 1e9)}),
-      drawn("text", {x: left - 6, y: y(at * 1e9) + 4, "text-anchor": "end"}, at));
-  }
+  gridded(svg, {most, y, left, width});
   svg.append(drawn("text", {x: left - 6, y: 12, "text-anchor": "end"}, "GB"));
   const wide = Math.min(120, room * 0.82), seen = new Map();
   phases.forEach((phase, place) => {
@@ -385,9 +381,50 @@ function picture() {
   const legend = shown.map(([name, bytes]) => element("li", [
     element("i", [], {class: name === FREE ? "f-cached" : colour(name)}), `${name} ${gb(bytes)}`]));
   if (small) legend.push(element("li", `${small} more, below ${gb(limit / 200)}`));
+  const over = verdict.course ? [course({most, limit, left, width}), element("figcaption", "The same over one step, in the order of its allocations.")] : [];
   figure.replaceChildren(svg, element("ul", legend, {class: "legend", "aria-label": "Largest bytes of each category"}),
     element("figcaption", `Memory at the peak of each phase of a step; the largest is ${peak.name}.${verdict.verdict === "does not fit" && peak.bytes < limit
-      ? " Bars are what tensors hold; the next tensor found no free piece that is large enough." : ""}`));
+      ? " Bars are what tensors hold; the next tensor found no free piece that is large enough." : ""}`), ...over);
+}
+
+function gridded(svg, {most, y, left, width}) {
+  const step = [1, 2, 5, 10, 20, 50, 100, 200].find((gigabytes) => most / 1e9 / gigabytes <= 6) || 500;
+  for (let at = 0; at * 1e9 <= most; at += step) {
+    svg.append(drawn("line", {class: "axis", x1: left, x2: width, y1: y(at * 1e9), y2: y(at * 1e9)}),
+      drawn("text", {x: left - 6, y: y(at * 1e9) + 4, "text-anchor": "end"}, at));
+  }
+}
+
+function course({most, limit, left, width}) {
+  const {live, phases} = verdict.course, places = Object.values(live)[0].length, top = 6, bottom = 36, height = 200;
+  const x = (place) => left + (width - left) * place / places, y = (bytes) => top + (height - top - bottom) * (1 - bytes / most);
+  const line = (bytes) => bytes.map((value, place) => `H${x(place).toFixed(1)}V${y(value).toFixed(1)}`).join("") + `H${width}`;
+  const back = (bytes) => [...bytes.entries()].reverse().map(([place, value]) => `V${y(value).toFixed(1)}H${x(place).toFixed(1)}`).join("");
+  const parts = phases.reduce((all, [name, first, s]) => {
+    const before = all.at(-1);
+    return before && before.name === name ? [...all.slice(0, -1), {...before, s: before.s + s}] : [...all, {name, first, s}];
+  }, []);
+  const svg = drawn("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label":
+    `Memory over one step, by category: ${parts.map((part) => `${part.name} ${seconds(part.s)}`).join(", ")}.`});
+  gridded(svg, {most, y, left, width});
+  let below = Array(places).fill(0);
+  for (const [name, bytes] of [["CUDA context", Array(places).fill(verdict.context_bytes)],
+    ...Object.entries(live).map(([name, mib]) => [name, mib.map((value) => value * 2 ** 20)])]) {
+    const above = below.map((value, place) => value + bytes[place]);
+    const area = drawn("path", {class: colour(name), d: `M${left} ${y(above[0]).toFixed(1)}${line(above)}${back(below)}Z`});
+    area.append(drawn("title", {}, name));
+    svg.append(area);
+    below = above;
+  }
+  parts.forEach(({name, first, s}, place) => {
+    const end = place + 1 < parts.length ? parts[place + 1].first : places, middle = x((first + end) / 2);
+    if (first) svg.append(drawn("line", {class: "between", x1: x(first), x2: x(first), y1: top, y2: height - bottom}));
+    if (x(end) - x(first) < name.length * 6.5 + 4) return;
+    svg.append(drawn("text", {x: middle, y: height - 20, "text-anchor": "middle"}, name),
+      drawn("text", {x: middle, y: height - 4, "text-anchor": "middle"}, seconds(s)));
+  });
+  svg.append(drawn("line", {class: "limit", x1: left, x2: width, y1: y(limit), y2: y(limit)}));
+  return svg;
 }
 
 function figuresTable() {
