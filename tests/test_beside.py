@@ -101,6 +101,20 @@ def test_beside_a_search_only_lower_tiers_are_told() -> None:
     assert faster(below="approximate") == ((), ())
 
 
+def _estimator(recipe: Recipe, asked: list[Values], monkeypatch: pytest.MonkeyPatch) -> Estimator:
+    """Its probes follow the law, and what they are asked for goes to `asked`."""
+
+    def probe(_: Estimator, values: Values) -> ProbeResult:
+        asked.append(values)
+        return run(values)
+
+    monkeypatch.setattr(Estimator, "probe", probe)
+    return Estimator(
+        recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, folder=Path(), worst_case=Path(),
+        server=cast(ForkServer, None), deadline_s=1.0,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("device", "loss", "base_probed"), [
     ("sim:h100", "grpo", False), ("cuda", "grpo", True), ("sim:h100", "dapo", True),
 ])  # fmt: skip
@@ -113,15 +127,7 @@ def test_the_winner_is_simulated_again_only_where_its_trial_does_not_say_what_is
     )
     asked: list[Values] = []
 
-    def probe(_: Estimator, values: Values) -> ProbeResult:
-        asked.append(values)
-        return run(values)
-
-    monkeypatch.setattr(Estimator, "probe", probe)
-    estimator = Estimator(
-        recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, folder=Path(), worst_case=Path(),
-        server=cast(ForkServer, None), deadline_s=1.0,
-    )  # fmt: skip
+    estimator = _estimator(recipe, asked, monkeypatch)
     best = Trial(
         number=3, tier="neutral", params={}, changes={}, result=replace(run(recipe.values), device=device)
     )  # fmt: skip
@@ -141,15 +147,7 @@ def test_a_winner_with_expandable_segments_is_offered_vllms_sleep_mode_without_t
     )  # fmt: skip
     recipe, asked = replace(recipe, weights_bytes=19 * GB), list[Values]()
 
-    def probe(_: Estimator, values: Values) -> ProbeResult:
-        asked.append(values)
-        return run(values)
-
-    monkeypatch.setattr(Estimator, "probe", probe)
-    estimator = Estimator(
-        recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, folder=Path(), worst_case=Path(),
-        server=cast(ForkServer, None), deadline_s=1.0,
-    )  # fmt: skip
+    estimator = _estimator(recipe, asked, monkeypatch)
     grows = {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
     best = Trial(
         number=3, tier="neutral", params={}, changes=grows, result=replace(run(recipe.values), device="sim:h100")

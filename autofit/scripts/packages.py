@@ -98,7 +98,9 @@ class Nothing(str):
     __truediv__ = __round__ = __or__ = __ror__ = _computed
 
 
-class _Module(ModuleType):
+class IdleModule(ModuleType):
+    """A module that has any name, of which each does nothing."""
+
     __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +120,7 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if mine else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
+        return IdleModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass

@@ -20,7 +20,7 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from autofit.errors import ConfigError
-from autofit.scripts.packages import Nothing, imports_any
+from autofit.scripts.packages import IdleModule, imports_any
 
 _PARTS = ("unsloth", "unsloth_zoo")
 _UPPER_BOUND = (
@@ -98,7 +98,7 @@ class _Unsloth:
         }  # fmt: skip
         for package in _PARTS:
             for part in ("", ".chat_templates", ".trainer", ".models", ".models.loader", ".dataset_utils", ".save"):
-                module = _Part(f"{package}{part}")
+                module = IdleModule(f"{package}{part}")
                 module.__dict__.update(found)
                 yield module.__name__, module
 
@@ -147,17 +147,6 @@ class _Unsloth:
         found.of_unsloth, found.checkpoints = True, bool(use_gradient_checkpointing)
         _make_float32(found)
         return found
-
-
-class _Part(ModuleType):
-    """A module of which any other name does nothing."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing()
 
 
 class _Pictures:
