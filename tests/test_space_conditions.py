@@ -166,7 +166,10 @@ def test_on_a_card_what_is_not_installed_is_left_out_and_says_so(monkeypatch: py
     assert real.left_out["use_vllm"] == "needs vllm, which is not installed (pip install vllm)"
     assert real.left_out["quantization"] == "needs bitsandbytes, which is not installed (pip install bitsandbytes)"
     assert "vllm_enable_sleep_mode" in real.idle  # it would have no effect
-    assert set(simulated.left_out) == {"torch_compile", "model_init_kwargs.use_kernels"}  # not simulated
+    assert set(simulated.left_out) == {
+        "torch_compile", "model_init_kwargs.use_kernels",  # not simulated
+        "vllm_enable_sleep_mode",  # beside expandable segments
+    }  # fmt: skip
     names = {knob.name for knob in simulated.knobs}
     assert {"use_vllm", "quantization", "optim"} <= names  # predicted without their packages
     assert describe_left_out(real.left_out).startswith(
@@ -244,7 +247,7 @@ def test_every_default_space_is_valid_yaml_with_known_entries() -> None:
             continue
         knobs = load_space(str(path), trainer=path.stem)
         assert all(knob.optional for knob in knobs)
-        keys = {"vllm_mode", "fp16", "use_dynamic_bsz", "objective", "cut_cross_entropy"}  # of recipes, and no knobs
+        keys = {"vllm_mode", "fp16", "use_dynamic_bsz", "objective", "cut_cross_entropy", "lora_rank"}  # no knobs
         known = {*(knob.name for knob in knobs), *keys}
         assert {key for knob in knobs for key, _ in knob.when} <= known
 

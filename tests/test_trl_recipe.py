@@ -157,7 +157,7 @@ def test_explain_says_the_batch_and_what_stands_for_the_data(tmp_path: Path) -> 
     assert (said.tool, dict(said.lines)["trainer"]) == (OPEN_R1, "grpo of TRL")
     batch = "per_device_train_batch_size 16 x gradient_accumulation_steps 4 = 64 completions x 7 ranks = 448"
     assert dict(said.lines)["effective batch"] == batch
-    assert any("rewards of open-r1 are not run" in note for note in said.notes)
+    assert any("its own rewards are not run" in note for note in said.notes)
 
 
 def test_a_sample_that_would_take_gigabytes_to_make_up_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if not self.takes_command or not found.words:
             return found, unknown
-        if found.file.suffix not in _FILES and found.words[0].partition("=")[0] not in self._options():
+        if Path(found.file).suffix not in _FILES and found.words[0].partition("=")[0] not in self._options():
             return found, unknown
         again, unknown = super().parse_known_args([*found.words, "--", str(found.file)], found)
         return again, [*unknown, *again.words]

@@ -440,7 +440,7 @@ CLASHES = (
     ),
     Clash(  # vllm/device_allocator/cumem.py, CuMemAllocator; github.com/pytorch/pytorch/issues/147851
         settings={
-            GROWING: (GROWS,), "use_vllm": (True,), "vllm_mode": ("colocate",), "vllm_enable_sleep_mode": (True,),
+            "use_vllm": (True,), "vllm_mode": ("colocate",), "vllm_enable_sleep_mode": (True,), GROWING: (GROWS,),
         },
         key=GROWING,
         what="vLLM's sleep mode frees its memory through a pool of torch's, and none has expandable segments: vLLM "

@@ -4,6 +4,7 @@ A password comes from libpq (PGPASSWORD, ~/.pgpass, PGSERVICE), from a URL, or f
 written anywhere, and no text shows it.
 """
 
+import errno
 import getpass
 import importlib.util
 import os
@@ -76,12 +77,13 @@ def check_there(database: Database) -> None:
 def _place(folder: Path) -> Path:
     """The absolute path of `folder`. Raises ConfigError where a database's address would name another file."""
     try:
-        path = folder.resolve()
-        is_loop = any(part.is_symlink() for part in (path, *path.parents))  # from Python 3.13 on it is no error
-    except (OSError, RuntimeError):
-        is_loop = True
-    if is_loop:
-        raise ConfigError(f"the links of {quoted(str(folder))} lead to themselves; give another {option('dir')}")
+        os.stat(folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(
+                f"the links of {quoted(str(folder))} lead to themselves; give another {option('dir')}"
+            ) from error
+    path = folder.resolve()
     if any(character in str(path) for character in "?{}") or unquote(str(path)) != str(path):
         raise ConfigError(
             f"{option('dir')}: a path with ?, {{, }} or %20 in it cannot name a database; got {quoted(str(path), 150)}"
