@@ -1258,6 +1258,8 @@ from dataclasses import dataclass, field
 class Own:
     base_model: str = field(default="m")
     block_size: int = 4096
+    per_device_train_batch_size: int = 2
+    use_peft: bool = False
     train_file: str = ""
 own, args = transformers.HfArgumentParser((Own, trl.SFTConfig)).parse_args_into_dataclasses()
 trl.SFTTrainer(own.base_model, args=args)
@@ -1268,7 +1270,10 @@ def test_a_script_that_makes_a_trainer_of_trls_is_read_with_its_own_arguments(tm
     (tmp_path / "own.py").write_text(OWN_SCRIPT)
     found = of_script(tmp_path, "python own.py --train_file d.json --block_size 512 --learning_rate 0.1")
     assert (found.tool, found.trainer, found.ranks, found.prompt_tokens) == ("TRL", "sft", 1, 512)
-    assert dict(found.values) == {"model_name_or_path": "m", "max_length": 512, "learning_rate": 0.1}
+    assert dict(found.values) == {
+        "model_name_or_path": "m", "max_length": 512, "learning_rate": 0.1, "per_device_train_batch_size": 2,
+        "use_peft": False,
+    }  # fmt: skip
     note = "own.py is taken for TRL's own sft: what it does besides is not simulated; left out, as its own: train_file"
     assert note in found.notes
     found = of_script(tmp_path, "python own.py --base_model n --dataset_name d")

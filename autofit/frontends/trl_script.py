@@ -59,6 +59,11 @@ _OF_MODEL_CONFIG = frozenset({
     "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
     "load_in_4bit", "load_in_8bit",
 })  # fmt: skip
+_OF_BATCH = """
+per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing activation_checkpointing optim bf16 fp16
+"""
+# Keys of TRL that count, also where a script has an argument of its own with that name.
+_SHARED = frozenset({*_OF_MODEL_CONFIG, *_OF_BATCH.split(), *TAKEN_BY, *(old for old, _ in RENAMED)}) - {"dataset_name"}
 _MODELS = ("model_name", "model_id", "base_model", "model_path", "model")  # a script's own names of it
 _LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "model_max_length")  # and of the longest row
 
@@ -134,7 +139,8 @@ def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
     values = {key: value for key, value in values.items() if UNSURE not in str(value)}
     return Training(
         kind=kind, values=values, ranks=count if isinstance(count, int) else None, notes=tuple(notes),
-        keys=keys | names, fixed=frozenset() if file is None or file.takes_models else _OF_MODEL_CONFIG,
+        keys=keys | names,
+        fixed=frozenset() if file is None or file.takes_models else _OF_MODEL_CONFIG - file.own.keys(),
         prompt_tokens=prompt_tokens, words=" ".join((*takewhile(_is_no_option, before[:2]), script)),
     )  # fmt: skip
 
@@ -148,13 +154,14 @@ def _without_own(
 ) -> tuple[dict[str, object], dict[str, str], list[str]]:
     """(`given` without a script's own arguments, its own names of keys of the recipe, the names that are left out).
 
-    Its argument of the model and that of the longest row are taken, as they are given or by their defaults.
+    Those that TRL has too are taken, and those of the model and of the longest row: as they are given, or by their
+    defaults.
     """
-    values = {key: value for key, value in given.items() if key not in OTHERS_OWN and key not in own}
     said = {**{key: default for key, default in own.items() if default is not None}, **given}
+    values = {key: value for key, value in said.items() if key in _SHARED or (key not in OTHERS_OWN and key not in own)}
     names = dict[str, str]()
     for key, others, kept in ((_MODEL, _MODELS, str), ("max_length", _LENGTHS, int)):
-        found = [name for name in others if name in own and isinstance(said.get(name), kept)]
+        found = [name for name in others if name in own and name not in values and isinstance(said.get(name), kept)]
         if found and key not in values and (key == _MODEL or kind in TAKEN_BY[key]):
             values[key], names[key] = said[found[0]], found[0]
     return values, names, [key for key in given if key not in values and key not in names.values()]
