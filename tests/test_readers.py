@@ -1293,6 +1293,12 @@ def test_the_trainer_that_a_script_makes_counts_before_its_name(tmp_path: Path) 
     assert found.values["reward_funcs"] == ["think_format_reward"]
 
 
+def test_the_model_of_a_script_is_its_own_default_by_trls_name_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_SCRIPT.replace("base_model", "model_name_or_path"))
+    assert of_script(tmp_path, "python own.py").values["model_name_or_path"] == "m"
+    assert of_script(tmp_path, "python own.py --model_name_or_path n").values["model_name_or_path"] == "n"
+
+
 def test_ranks_told_beside_a_script_are_those_that_it_leaves_open(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("torchrun --nproc-per-node $GPUS sft.py --model_name_or_path m")
     with pytest.raises(ConfigError, match="does not say nproc_per_node of torchrun for certain"):

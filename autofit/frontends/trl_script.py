@@ -63,7 +63,9 @@ _OF_BATCH = """
 per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing activation_checkpointing optim bf16 fp16
 """
 # Keys of TRL that count, also where a script has an argument of its own with that name.
-_SHARED = frozenset({*_OF_MODEL_CONFIG, *_OF_BATCH.split(), *TAKEN_BY, *(old for old, _ in RENAMED)}) - {"dataset_name"}
+_SHARED = frozenset({_MODEL, *_OF_MODEL_CONFIG, *_OF_BATCH.split(), *TAKEN_BY, *(old for old, _ in RENAMED)}) - {
+    "dataset_name"
+}
 _MODELS = ("model_name", "model_id", "base_model", "model_path", "model")  # a script's own names of it
 _LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "model_max_length")  # and of the longest row
 
