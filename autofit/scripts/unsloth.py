@@ -48,12 +48,20 @@ def unsloth_stood_in(code: str, note: Callable[[str], None]) -> Iterator[None]:
     note(_UPPER_BOUND)
     stand_in = _Unsloth(note)
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.dict(sys.modules, dict(stand_in.modules())))
+        for name, module in stand_in.modules():  # mock.patch.dict would forget all that the script imports
+            patches.callback(_replace_module, name, sys.modules.get(name))
+            sys.modules[name] = module
         for name in (name for name in _TRAINERS if f"{name}Config" in code or f"{name}Trainer" in code):
             kind, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
             patches.enter_context(mock.patch.object(config, "__init__", stand_in.of_config(config)))
             patches.enter_context(mock.patch.object(kind, "__init__", _as_unsloth_trains(kind)))
         yield
+
+
+def _replace_module(name: str, before: ModuleType | None) -> None:
+    del sys.modules[name]
+    if before is not None:
+        sys.modules[name] = before
 
 
 def _has_bf16() -> bool:
