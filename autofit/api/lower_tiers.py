@@ -14,8 +14,7 @@ from autofit.forecast.estimate import Estimator
 from autofit.forecast.levers import Levers
 from autofit.forecast.predictions import Predictions
 from autofit.probing.result import ProbeStatus
-from autofit.recipe.findings import GROWING
-from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.keys import GROWING, TIERS, Tier
 from autofit.recipe.recipe import Recipe, inner_value, merge, own_names
 from autofit.space.knob import Value, space_knobs
 from autofit.space.narrow import open_clashes

@@ -28,8 +28,8 @@ from autofit.plugin.protocol import LOAD, UPDATE
 from autofit.plugin.protocol import ROLLOUT as IN_ROLLOUT
 from autofit.probing.result import ProbeResult, ProbeStatus, least_share
 from autofit.recipe.as_of import Then
-from autofit.recipe.findings import GROWING, clashes
-from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.findings import clashes
+from autofit.recipe.keys import GROWING, TIERS, Tier
 from autofit.recipe.recipe import Recipe, merge, own_names
 from autofit.space.space import QUANTIZATION, Value
 from autofit.space.traits import describe_changes

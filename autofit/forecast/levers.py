@@ -9,8 +9,8 @@ from typing import cast
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import EVALUATION, UPDATE
 from autofit.probing.result import ProbeResult
-from autofit.recipe.findings import GROWING, SHARDING
-from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.findings import SHARDING
+from autofit.recipe.keys import GROWING, TIERS, Tier
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import space_knobs
 from autofit.space.space import QUANTIZATION, Candidate, Knob, Space, Value

@@ -13,7 +13,8 @@ from autofit.errors import option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.hardware.hardware import Device
 from autofit.probing.result import Fidelity, ProbeResult, ProbeStatus
-from autofit.recipe.findings import GROWING, GROWS, clashes
+from autofit.recipe.findings import clashes
+from autofit.recipe.keys import ALLOCATOR, GROWING, GROWS
 from autofit.recipe.recipe import Recipe, inner_value, merge
 from autofit.units import format_bytes
 
@@ -66,7 +67,6 @@ def tight_words(result: ProbeResult, capacity_bytes: int) -> str:
 
 # The zone between "fits" and "does not fit": how far a prediction may be off, what decides, and what makes it safe.
 
-_ALLOCATOR = GROWING.partition(".")[2]
 _MATTERS_FRAC = 0.01  # of what is needed: fewer gaps, or a smaller reserve, are not worth a sentence
 _LESS_WOULD_DO_FRAC = 0.25  # of what is needed: a card with room for what is used has no need of less
 
@@ -149,9 +149,9 @@ def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe
     if growing is None:
         closes = ""
     elif growing <= capacity_bytes:
-        closes = f"; with {_ALLOCATOR}={GROWS} it needs {format_bytes(growing)}"
+        closes = f"; with {ALLOCATOR}={GROWS} it needs {format_bytes(growing)}"
     else:
-        closes = f"; {_ALLOCATOR}={GROWS} would leave {format_bytes(growing - capacity_bytes)} too much"
+        closes = f"; {ALLOCATOR}={GROWS} would leave {format_bytes(growing - capacity_bytes)} too much"
     return (
         f"What decides: fragmentation. {format_bytes(live)} are live in the {phase}, {format_bytes(gaps)} are gaps "
         f"between the allocator's blocks{closes}."

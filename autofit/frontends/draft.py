@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from autofit.errors import ConfigError, UnknownKeyError, nearest, quoted
 from autofit.frontends import sharing
+from autofit.recipe.keys import ALLOCATOR, GROWS
 
 # -- a file of another tool, as the recipe of one of our trainers, and its words --------------------------------------
 
@@ -186,7 +187,7 @@ _MOST_NAMED = 4
 # Allocator settings with which Axolotl starts all trainings (cli/main.py, torch 2.9 and later), LLaMA-Factory those of
 # more than one process (launcher.py: OPTIM_TORCH, which is on by itself), and verl's worker all of its passes
 # (engine_workers.py, the end of update_weights).
-GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+GROWING_SEGMENTS = {ALLOCATOR: GROWS}
 _NUMBERS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
             "num_train_epochs", "seed", "neftune_noise_alpha", "torch_empty_cache_steps")  # fmt: skip
 _SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing_kwargs")

@@ -3,10 +3,11 @@
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from autofit.errors import ConfigError
-from autofit.files import regular_bytes
+from autofit.files import regular_bytes, stamp
 from autofit.frontends.sharing import near
 from autofit.recipe.yaml_file import MOST_BYTES, is_open
 
@@ -28,15 +29,25 @@ def python_file(program: str, folder: Path) -> PythonFile | None:
     if not is_open() or not program.endswith(".py"):
         return None
     try:
-        tree = ast.parse(regular_bytes(near(program, folder), most=MOST_BYTES)[0])
+        path = near(program, folder)
+    except ConfigError:
+        return None
+    return _read(path, stamp(path))
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, _: object) -> PythonFile | None:
+    """The script at `path`, which an answer asks for several times; the other argument changes when it is written."""
+    try:
+        nodes = list(ast.walk(ast.parse(regular_bytes(path, most=MOST_BYTES)[0])))
     except (ConfigError, OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    used = {name for node in ast.walk(tree) for name in _made(node)}
-    known = {name for node in ast.walk(tree) for name in _of_trl(node)}
+    used = {name for node in nodes for name in _made(node)}
+    known = {name for node in nodes for name in _of_trl(node)}
     trainers = {name for name in used & known if name.endswith("Trainer")}
     if len(trainers) != 1:
         return None
-    own = {name: default for node in ast.walk(tree) for name, default in _arguments(node)}
+    own = {name: default for node in nodes for name, default in _arguments(node)}
     return PythonFile(
         trainer=trainers.pop(), takes_trls=bool(used & set(_PARSERS)), takes_models="ModelConfig" in known, own=own
     )

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import cast
 
 from autofit.recipe.catalogue import text_config
-from autofit.recipe.keys import LAUNCH, QUANT_STORAGE, SYNC_EACH_BATCH
+from autofit.recipe.keys import GROWING, GROWS, LAUNCH, QUANT_STORAGE, SYNC_EACH_BATCH
 from autofit.recipe.launch import Launch, is_on, wrap_policy
 from autofit.recipe.launch_keys import place
 from autofit.recipe.profile import profile
@@ -308,7 +308,6 @@ CHECKS = (_wrapped, _loading, _whole_base, _unsharded, _gathered, _reference, _b
 # -- settings that a training fails with once they come together, though each works by itself -------------------------
 
 SHARDING, OFFLOAD = "launch.sharding", "launch.offload"
-GROWING, GROWS = "env.PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _RMSPROP = ("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit")
 _OF_BITSANDBYTES = (
     "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit",

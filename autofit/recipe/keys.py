@@ -10,6 +10,8 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 QUANT_STORAGE = "bnb_4bit_quant_storage"  # as which type 4-bit weights lie in memory: FSDP shards floats only
 OTHER_MODELS = ("reward_model_name_or_path", "teacher_model_name_or_path")  # models besides the one that is trained
 LAUNCH = "launch"  # how a training is launched; no trainer sees it
+ALLOCATOR, GROWS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"  # a variable, and a value of it
+GROWING = f"env.{ALLOCATOR}"
 SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"  # the key of transformers
 
 

@@ -31,6 +31,7 @@ _IDLE = {
     "nvidia_smi", "openai", "plotly", "py7zr", "pynvml", "rouge", "rouge_score", "sacrebleu", "seaborn", "seqeval",
     "swanlab", "tensorboard", "tensorboardX", "trackio", "wandb", "weave",
 }  # fmt: skip
+UNSLOTH = ("unsloth", "unsloth_zoo")
 _FETCHES = {"evaluate"}  # its metrics come over the network, so it stands in where it is installed too
 _OF_REWARDS = {"math_verify", "latex2sympy2_extended"}  # which TRL's own rewards import
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
@@ -167,9 +168,9 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from imports(node)
 
 
-def imports_any(code: str, packages: Sequence[str]) -> bool:
-    """Whether `code` imports one of the packages, but for a `try` that does without."""
-    return any(name.partition(".")[0] in packages for name in imports(ast.parse(code)))
+def imports_unsloth(code: str) -> bool:
+    """Whether `code` imports Unsloth, but for a `try` that does without."""
+    return "unsloth" in code and any(name.partition(".")[0] in UNSLOTH for name in imports(ast.parse(code)))
 
 
 def _copes(node: ast.Try) -> bool:

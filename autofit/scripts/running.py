@@ -26,7 +26,7 @@ from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.scripts.changes import Fewer
 from autofit.scripts.data import Columns, MadeUp, stood_in
-from autofit.scripts.packages import LOCAL, idle, imports, nothing_started, of_a_notebook
+from autofit.scripts.packages import LOCAL, idle, imports, imports_unsloth, nothing_started, of_a_notebook
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +224,7 @@ def _stood_in(
             models = StandIns(made.folder, _unsaid if script.of_libraries else card.note)
             stack.callback(lambda: made.tell(models.longest))
             stack.enter_context(models.in_place())
-            if "unsloth" in code:
+            if imports_unsloth(code):
                 from autofit.scripts.unsloth import unsloth_stood_in
 
                 stack.enter_context(unsloth_stood_in(code, card.note))

@@ -41,7 +41,7 @@ from autofit.trainers.older import modern
 from autofit.trainers.random_checkpoint import READS_SLICES, random_checkpoint
 from autofit.units import format_bytes
 
-_TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
+TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
 _OF_DOWNLOADS = ("use_auth_token", "resume_download", "from_tf", "from_flax")
 _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 
@@ -49,7 +49,7 @@ _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 @contextmanager
 def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
     """Context in which the script with this `code` may say what is gone; `note` is told of it."""
-    trainers = [name for name in _TRAINERS if f"{name}Trainer" in code]
+    trainers = [name for name in TRAINERS if f"{name}Trainer" in code]
     moved = dict(_moved(code))
     of_trl = {getattr(trl, f"{name}Trainer"): getattr(trl, f"{name}Config") for name in trainers}
     of_trl |= {moved[name]: moved[f"{name[:-7]}Config"] for name in moved if f"{name[:-7]}Config" in moved}

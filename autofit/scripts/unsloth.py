@@ -20,9 +20,10 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from autofit.errors import ConfigError
-from autofit.scripts.packages import IdleModule, imports_any
+from autofit.recipe.findings import CHECKPOINTING
+from autofit.scripts.packages import UNSLOTH, IdleModule
+from autofit.scripts.stand_ins import TRAINERS
 
-_PARTS = ("unsloth", "unsloth_zoo")
 _UPPER_BOUND = (
     "Unsloth is stood in for by transformers, PEFT and TRL: its kernels, batches without padding and checkpoints on "
     "the host take less, so the bytes and seconds are upper bounds"
@@ -30,8 +31,6 @@ _UPPER_BOUND = (
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _WHOLE = ("embed_tokens", "lm_head")  # trained as a copy, and not by an adapter
 _BF16_SINCE = 8  # compute capability
-_TRAINERS = ("SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO")
-_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the newer name is transformers' 5
 # What takes a tokenizer, a dataset or a trainer, and gives it back: the words of samples, not how many there are.
 _SAME = (
     "get_chat_template", "to_sharegpt", "standardize_sharegpt", "standardize_data_formats", "apply_chat_template",
@@ -42,16 +41,13 @@ _SAME = (
 @contextmanager
 def unsloth_stood_in(code: str, note: Callable[[str], None]) -> Iterator[None]:
     """Context in which the `code` of a script that imports Unsloth has the stand-in; `note` is told of it."""
-    if not imports_any(code, _PARTS):
-        yield
-        return
     note(_UPPER_BOUND)
     stand_in = _Unsloth(note)
     with ExitStack() as patches:
         for name, module in stand_in.modules():  # mock.patch.dict would forget all that the script imports
             patches.callback(_replace_module, name, sys.modules.get(name))
             sys.modules[name] = module
-        for name in (name for name in _TRAINERS if f"{name}Config" in code or f"{name}Trainer" in code):
+        for name in (name for name in TRAINERS if f"{name}Config" in code or f"{name}Trainer" in code):
             kind, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
             patches.enter_context(mock.patch.object(config, "__init__", stand_in.of_config(config)))
             patches.enter_context(mock.patch.object(kind, "__init__", _as_unsloth_trains(kind)))
@@ -104,7 +100,7 @@ class _Unsloth:
             "FastVisionModel": _Pictures, "UnslothTrainer": trl.SFTTrainer, "UnslothTrainingArguments": _Arguments,
             "__version__": "0", **dict.fromkeys(("is_bfloat16_supported", "is_bf16_supported"), _has_bf16),
         }  # fmt: skip
-        for package in _PARTS:
+        for package in UNSLOTH:
             for part in ("", ".chat_templates", ".trainer", ".models", ".models.loader", ".dataset_utils", ".save"):
                 module = IdleModule(f"{package}{part}")
                 module.__dict__.update(found)
@@ -120,7 +116,7 @@ class _Unsloth:
         half = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         half = half or (torch.bfloat16 if _has_bf16() else torch.float16)
         whole = full_finetuning or load_in_16bit
-        if whole and float32_mixed_precision and full_finetuning:
+        if full_finetuning and float32_mixed_precision:
             half = torch.float32
         if quantization_config is None and not whole and (load_in_4bit or load_in_8bit):
             quantization_config = BitsAndBytesConfig(load_in_8bit=True) if load_in_8bit else BitsAndBytesConfig(
@@ -194,7 +190,7 @@ def _as_unsloth_trains(kind: Any) -> Any:
         model, arguments = named.get("model", given[0] if given else None), named.get("args")
         mine = getattr(model, "of_unsloth", False)
         if mine and arguments is not None:
-            for key in (key for key in _CHECKPOINTING if hasattr(arguments, key)):
+            for key in (key for key in CHECKPOINTING if hasattr(arguments, key)):
                 setattr(arguments, key, getattr(model, "checkpoints", getattr(arguments, key)))
         original(self, *given, **named)
         if mine and isinstance(model, peft.PeftModel):
