@@ -1,6 +1,7 @@
 """The attack on autofit: `nox -s storm -- [--inputs N] [--torn N] [--kills N] [--seed S] [--minutes M]`.
 
 `... --on --seed S --minutes M` goes on towards the goals of issue 37 instead, over days: see storm.results.
+`... --again` tries each part once more in which something was mishandled.
 
 Hostile input, torn files and kills at random moments, and afterwards the question whether anything was mishandled:
 a traceback, a hang, a flood, an error that is not one line, a trial or step lost or done twice. Exit code 1 if so.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -99,6 +101,7 @@ def main() -> int:
         "--on", action="store_true",
         help=f"go on towards the goals, part by part, from where {FILE.name} ends, and add to it",
     )  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="try once more each part with something mishandled")
     parser.add_argument(
         "--folder", type=Path, help="what the attacks are on, kept for the next storm; without: a new one"
     )
@@ -112,6 +115,8 @@ def main() -> int:
         forks = functools.cache(lambda: stack.enter_context(forking()))
         os.environ |= {"AUTOFIT_CACHE": str(folder / "cache"), "MLFLOW_TRACKING_URI": ""}
         os.environ.pop("MLFLOW_TRACKING_URI")
+        if options.again:
+            return _try_again(lambda seed: _attacks(seed, forks), folder, until)
         every = _attacks(options.seed, forks)
         if options.on:
             return _go_on({name: every[name] for name in options.only or (*_ONCE, *KILLS)}, folder, options.seed, until)
@@ -187,27 +192,39 @@ def _count(name: str, options: argparse.Namespace) -> int:
 
 def _go_on(attacks: Mapping[str, Attack], folder: Path, seed: int, until: float) -> int:
     """Attack part by part, each in turn, and add what each found to the results; 1 where anything was mishandled."""
-    results, wrong, part, at = Results(), 0, 0, commit()
+    results, wrong, part = Results(), 0, 0
     while time.monotonic() < until:
         name = list(attacks)[part % len(attacks)]
-        stays = name in _STAY
-        own = folder / ("kept" if stays else f"part-{part}")
-        if not stays:  # what a storm that was killed left
-            shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True, exist_ok=True)
-        first, began = results.next_of(name, seed), time.monotonic()
-        found = _told(partial(attacks[name], own, _ONCE.get(name, _KILLS_ONCE), first, until))
-        if found.tried.total():  # what is made first may take all of the time
-            results.add(Result(
-                kind=name, seed=seed, first=first, tried=found.tried.total(), refused=found.refused,
-                wrong=dict(found.times_wrong), smallest=found.wrong, seconds=round(time.monotonic() - began, 1),
-                slowest_s=round(found.slowest_s, 1), date=today(), commit=at,
-            ))  # fmt: skip
-        wrong += found.times_wrong.total()
         part += 1
-        if not stays:
-            shutil.rmtree(own, ignore_errors=True)
+        planned = Result(kind=name, seed=seed, first=results.next_of(name, seed), tried=_ONCE.get(name, _KILLS_ONCE))
+        wrong += _try_part(planned, attacks[name], folder, until)
     return 1 if wrong else 0
+
+
+def _try_again(attacks: Callable[[int], Mapping[str, Attack]], folder: Path, until: float) -> int:
+    """Attack the parts in which something was mishandled; 1 where anything is now."""
+    parts = [replace(one, is_again=True) for one in Results().mishandled()]
+    return 1 if sum(_try_part(one, attacks(one.seed)[one.kind], folder, until) for one in parts) else 0
+
+
+def _try_part(part: Result, attack: Attack, folder: Path, until: float) -> int:
+    """Attack as the part says and add what was found to the results; how much of it was mishandled."""
+    stays = part.kind in _STAY
+    own = folder / ("kept" if stays else "part")
+    if not stays:  # what a storm that was killed left
+        shutil.rmtree(own, ignore_errors=True)
+    own.mkdir(parents=True, exist_ok=True)
+    began, at = time.monotonic(), commit()
+    found = _told(partial(attack, own, part.tried, part.first, until))
+    if found.tried.total():  # what is made first may take all of the time
+        Results().add(replace(
+            part, tried=found.tried.total(), refused=found.refused, wrong=dict(found.times_wrong), smallest=found.wrong,
+            seconds=round(time.monotonic() - began, 1), slowest_s=round(found.slowest_s, 1), date=today(),
+            commit=at,
+        ))  # fmt: skip
+    if not stays:
+        shutil.rmtree(own, ignore_errors=True)
+    return found.times_wrong.total()
 
 
 def _told(attacks: Callable[[], Found]) -> Found:

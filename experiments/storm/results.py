@@ -44,13 +44,14 @@ class Result:
     seed: int
     first: int
     tried: int
-    refused: int
+    refused: int = 0
     wrong: Mapping[str, int] = field(default_factory=dict)  # {what was mishandled: how often}
     smallest: Mapping[str, str] = field(default_factory=dict)  # {what was mishandled: the smallest input that did it}
     seconds: float = 0.0
     slowest_s: float = 0.0
     date: str = ""
     commit: str = ""
+    is_again: bool = False  # of a part in which something was mishandled before: not counted as tried
 
     @property
     def goal(self) -> str | None:
@@ -72,6 +73,13 @@ class Results:
         """The number of the first thing of the kind that was not tried with this seed."""
         return max((one.first + one.tried for one in self.all() if (one.kind, one.seed) == (kind, seed)), default=0)
 
+    def mishandled(self) -> list[Result]:
+        """The parts in which something was mishandled, those first that wait longest to be tried again."""
+        every = self.all()
+        again = {(one.kind, one.seed, one.first): i for i, one in enumerate(every) if one.is_again}
+        wrong = [one for one in every if one.wrong and not one.is_again]
+        return sorted(wrong, key=lambda one: again.get((one.kind, one.seed, one.first), -1))
+
     def add(self, result: Result) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_PLACE.sub("", json.dumps(asdict(result))) + "\n")
@@ -92,7 +100,8 @@ def commit() -> str:
 
 def table(results: Iterable[Result]) -> str:
     """The sums of each kind, and below them what was mishandled."""
-    every = list(results)
+    results = list(results)
+    every = [one for one in results if not one.is_again]
     lines = [*_TEXT.splitlines(), "", f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
     for goal, most in GOALS.items():
         of_goal = [one for one in every if one.goal == goal]
@@ -103,8 +112,21 @@ def table(results: Iterable[Result]) -> str:
     lines += [_row(kind, [one for one in every if one.kind == kind], "") for kind in others]
     lines += ["", "## Mishandled", ""]
     lines += [f"- {one.date}, {one.commit}, seed {one.seed}, {one.kind} {one.first} to {one.first + one.tried}: {what} "
-              f"({times}x)" for one in every for what, times in sorted(one.wrong.items())] or ["Nothing."]  # fmt: skip
+              f"({times}x){_again(one, results)}" for one in every for what, times in sorted(one.wrong.items())
+              ] or ["Nothing."]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _again(part: Result, results: list[Result]) -> str:
+    """What the last try of the same part found, on a later commit."""
+    known = [
+        one for one in results if one.is_again and (one.kind, one.seed, one.first) == (part.kind, part.seed, part.first)
+    ]
+    if not known:
+        return ""
+    last = known[-1]
+    found = "; ".join(f"{what} ({times}x)" for what, times in sorted(last.wrong.items())) or "nothing mishandled"
+    return f". Tried again, {last.tried:,} on {last.commit}: {found}"
 
 
 def _row(name: str, results: list[Result], goal: str) -> str:
