@@ -109,3 +109,71 @@ def test_what_cannot_be_read_is_one_line_that_says_why(text: str, message: str, 
     with pytest.raises(ConfigError, match=message) as raised:
         read(script(tmp_path, text))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("loop", "value"),
+    [
+        ('while [[ "$1" != "" ]]; do case $1 in -m ) shift; M=$1 ;; esac; shift; done', "Qwen/Qwen2.5-7B"),
+        ("while [ $# -gt 0 ]; do\n  case $1 in -m) M=$2; shift 2 ;; *) exit 1;; esac\ndone", "Qwen/Qwen2.5-7B"),
+        ("while (( $# )); do M=$1; shift; done", "Qwen/Qwen2.5-7B"),
+        ("while getopts m: opt; do case $opt in m) M=$OPTARG;; esac; done", "Qwen/Qwen2.5-7B"),
+        ("while [[ -n ${1} ]]; do M=$1; shift; done", "Qwen/Qwen2.5-7B"),
+        ("while test $# -ne 0; do M=$1; shift; done", "Qwen/Qwen2.5-7B"),
+        ("while [ $# -lt 2 ]; do M=$1; shift; done", None), ("while read line; do M=$line; done", None),
+        ("M=$1", None), ("M=${1:-Qwen/Qwen2.5-7B}", "Qwen/Qwen2.5-7B"),
+    ],
+)  # fmt: skip
+def test_a_script_with_options_of_its_own_is_read_as_without_any(loop: str, value: str | None, tmp_path: Path) -> None:
+    arguments = ARGUMENTS.replace("Qwen/Qwen2.5-7B-Instruct", "$M")
+    path = script(tmp_path, f"M=Qwen/Qwen2.5-7B\n{loop}\npython finetune.py {arguments}\n")
+    if value is None:
+        with pytest.raises(ConfigError, match="does not say model_name_or_path for certain"):
+            read(path)
+        return
+    found = read(path)
+    assert found is not None
+    assert found.values["model_name_or_path"] == value
+    told = "the script is read as it runs without arguments of its own"
+    assert (told in found.notes) == (told in explain(path).notes) == loop.startswith("while")
+
+
+FINETUNE = """
+@dataclass
+class LoraArguments:
+    lora_r: int = 64
+    lora_dropout: float = field(default=0.05)
+    lora_target_modules: List[str] = field(default_factory=lambda: ["c_attn", "w1"])
+    q_lora: bool = False
+    model_max_length: int = field(default=8192)
+"""
+
+
+def test_what_a_command_leaves_out_is_taken_from_the_scripts_own_defaults(tmp_path: Path) -> None:
+    (tmp_path / "finetune.py").write_text(FINETUNE)
+    found = read(script(tmp_path, f"python finetune.py {ARGUMENTS} --use_lora --lora_dropout 0.1\n"))
+    assert found is not None
+    wanted = {"lora_r": 64, "lora_dropout": 0.1, "lora_target_modules": ["c_attn", "w1"], "max_length": 2048}
+    assert wanted.items() <= found.values.items()
+    assert "load_in_4bit" not in found.values
+    assert "by finetune.py's own defaults: lora_r 64, lora_target_modules ['c_attn', 'w1']" in found.notes
+
+
+@pytest.mark.parametrize("own", ["class RewardTrainer(Trainer):\n    pass\nRewardTrainer()\n", "Trainer()\n"])
+def test_a_file_that_makes_none_of_trls_trainers_is_none_by_its_name(own: str, tmp_path: Path) -> None:
+    """It was told as TRL's reward trainer, with its own arguments as unknown keys of TRL."""
+    (tmp_path / "reward_modeling.py").write_text(f"from transformers import Trainer\n{own}")
+    path = script(tmp_path, f"python reward_modeling.py {ARGUMENTS}\n")
+    with pytest.raises(ConfigError, match=r"only the training of a language model on text.*fit-check"):
+        read(path)
+    (tmp_path / "reward_modeling.py").unlink()
+    assert explain(path).tool == "TRL"  # by its name, where there is no file
+
+
+def test_a_refusal_names_the_file_that_was_started_last_and_none_that_is_not_known(tmp_path: Path) -> None:
+    path = script(tmp_path, "python $HOME/data.py\npython train.py --epochs 3\npython ${A}/b.py\n")
+    with pytest.raises(ConfigError, match=r"fit-check --gpu NAME train\.py \.\.\. runs it as it is"):
+        read(path)
+    path = script(tmp_path, "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.micro_batch_size=8\n")
+    with pytest.raises(ConfigError, match=r"starts verl\.trainer\.fsdp_sft_trainer, and of verl only"):
+        read(path)

@@ -1293,6 +1293,15 @@ def test_the_trainer_that_a_script_makes_counts_before_its_name(tmp_path: Path) 
     assert found.values["reward_funcs"] == ["think_format_reward"]
 
 
+def test_adapters_by_a_scripts_own_names_are_trls(tmp_path: Path) -> None:
+    own = "parser.add_argument('--lora_rank', default=16)\nparser.add_argument('--target_modules')\n"
+    (tmp_path / "own.py").write_text(f"from trl import DPOTrainer, TrlParser\nTrlParser()\nDPOTrainer()\n{own}")
+    command = "python own.py --model_name_or_path m --use_peft --target_modules"
+    found = of_script(tmp_path, f"{command} all")
+    assert (found.values["lora_r"], found.values["lora_target_modules"]) == (16, ["all-linear"])
+    assert of_script(tmp_path, f"{command} q_proj,v_proj").values["lora_target_modules"] == ["q_proj", "v_proj"]
+
+
 def test_the_model_of_a_script_is_its_own_default_by_trls_name_too(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_SCRIPT.replace("base_model", "model_name_or_path"))
     assert of_script(tmp_path, "python own.py").values["model_name_or_path"] == "m"

@@ -414,15 +414,39 @@ def test_keys_that_hydra_does_not_find_are_named_for_a_script_and_those_with_a_p
         "python3 -m verl.trainer.main_ppo actor.strategy=fsdp2 trainer.made_up=3 +trainer.mine=4 "
         "actor_rollout_ref.rollout.swap_space=8 trainer.nnodes=1\n"
     )
-    assert explain(script).notes == tuple(
-        f"verl has no key {key}, and hydra refuses it at the start{write} (an older verl may have it)"
-        for key, write in (
-            ("actor.strategy", "; write actor_rollout_ref.actor.strategy"), ("trainer.made_up", ""),
-            ("actor_rollout_ref.rollout.swap_space", ""),
-        )
-    )  # fmt: skip
+    assert explain(script).notes == (
+        "verl 0.9 has no key actor.strategy (write actor_rollout_ref.actor.strategy), trainer.made_up, "
+        "actor_rollout_ref.rollout.swap_space; hydra refuses them at the start (an older verl may have them)",
+    )
     script.write_text("python3 -m verl.trainer.main_ppo --config-name=$MINE trainer.made_up=3\n")
     assert not explain(script).notes
+
+
+@pytest.mark.parametrize("program", ["-m recipe.dapo.main_dapo", "-m verl_tool.trainer.main_ppo", "main_ppo_split.py"])
+def test_a_projects_own_trainer_with_verls_keys_is_read_as_verls_and_its_own_keys_are_told(
+    program: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script(QWEN).replace("-m verl.trainer.main_ppo", program).replace("$@", "retriever.url=x"))
+    name = program.removeprefix("-m ")
+    notes = explain(path).notes
+    assert f"{name} is taken for verl's main_ppo: what it does besides is not simulated" in notes
+    assert f"verl 0.9 has no key retriever.url; hydra refuses it at the start ({name} may have it)" in notes
+    plain = tmp_path / "plain.sh"
+    plain.write_text(script(QWEN))
+    assert (source_of(path).trainer, source_of(path).values) == ("verl", source_of(plain).values)
+
+
+@pytest.mark.parametrize("program", ["verl.trainer.main_generation", "verl.trainer.main_eval", "a.serve"])
+def test_what_generates_or_judges_with_verls_keys_is_no_training(program: str) -> None:
+    assert not verl.starts_verl(script(QWEN).replace("verl.trainer.main_ppo", program))
+
+
+def test_what_of_the_batch_is_no_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script({**QWEN, "trainer.nnodes": "TO_BE_FILLED"}))
+    said = dict(explain(path).lines)["micro-batches"]
+    assert said == "not known: trainer.nnodes must be a whole number; got 'TO_BE_FILLED'"
 
 
 REFUSED = [

@@ -1,7 +1,8 @@
 """The conditions and loops around a statement of a shell script, and the branches that are taken for certain.
 
-A `case` of a word that is known, and an `if` with one comparison of words that are known, choose a branch. Words with
-marks of what is not known are not printable.
+A `case` of a word that is known, and an `if` with one comparison of words that are known, choose a branch. A loop over
+the script's own arguments is not run: the script is read as it runs without any. Words with marks of what is not known
+are not printable.
 """
 
 import operator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
+_COUNT, _FIRST = "\0#", "\x001"  # what stands for $# and $1 in a word (command.py)
 _LEADING = ("then", "else", "elif", "do", "{", "}", "!", "time", "exec", "nohup")  # before a statement's own words
 _WORDS: Mapping[str, Callable[[str, str], bool]] = {"=": operator.eq, "==": operator.eq, "!=": operator.ne}
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
@@ -78,9 +80,27 @@ def _opened(words: Sequence[str]) -> _Frame:
         frame = _Frame(certain=True, waits=True)
         frame.choose(_test(words[1:]))
         return frame
+    if words[0] == "while" and _is_over_arguments(words[1:]):
+        return _Frame(certain=True, runs=False)
     if words[0] != "case" or words[2:3] != ["in"] or not words[1].isprintable():
         return _Frame()
     return _Frame(certain=True, runs=False, subject=words[1], patterns=list(words[3:]))
+
+
+def _is_over_arguments(words: Sequence[str]) -> bool:
+    """Whether a loop ends at once where a script has no arguments: `while [ $# -gt 0 ]`, `[[ -n "$1" ]]`, `getopts`."""
+    if words[:1] == ["getopts"]:
+        return True
+    found = [{_COUNT: "0", _FIRST: ""}.get(word, word) for word in words]
+    test = found[1:-1] if found[:1] in (["["], ["[["]) else found[1:] if found[:1] == ["test"] else found
+    if found == list(words):
+        return False
+    match test:
+        case [word] | ["-n", word]:
+            return word in ("", "0")
+        case [_, _, _]:
+            return _test(["[", *test, "]"]) is False
+    return False
 
 
 def _is_pattern(frame: _Frame, words: Sequence[str], after: str) -> bool:

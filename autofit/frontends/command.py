@@ -19,6 +19,7 @@ from autofit.frontends.sharing import OTHERWISE, near
 from autofit.recipe.yaml_file import MOST_BYTES, of_notebook, parse_yaml, read_yaml_mapping
 
 UNSURE = "\0"  # in a word whose value is only known where the script runs
+_OWN_ARGUMENTS = ("#", "1")  # their number and the first of them, which a loop over them asks for
 _ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and between its elements
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\w+|[@*#?$!]")
@@ -390,10 +391,12 @@ class _Scanner:
             self.at += 1
             return "$"
         self.at = found.end()
-        return self.known.get(found[0], UNSURE)
+        return self.known.get(found[0], UNSURE + (found[0] if found[0] in _OWN_ARGUMENTS else ""))
 
     def _variable(self, text: str) -> str:
         """What `${text}` stands for."""
+        if text in _OWN_ARGUMENTS:
+            return UNSURE + text
         found = _VARIABLE.fullmatch(text)
         if found is None:
             return UNSURE

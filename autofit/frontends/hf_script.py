@@ -21,7 +21,7 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines, said
-from autofit.frontends.python_file import as_it_is
+from autofit.frontends.python_file import ADAPTED, adapted, as_it_is, python_file
 from autofit.frontends.sharing import of_accelerate
 from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
@@ -36,7 +36,10 @@ _LENGTHS = ("model_max_length", "max_seq_length", "max_seq_len", "block_size", "
             "max_len")  # fmt: skip
 _LORA = ("use_lora", "use_peft", "use_peft_lora", "lora_enable")
 _QLORA = ("q_lora", "use_qlora", "qlora", "load_in_4bit")
+_RANKS = ("lora_r", "lora_rank")
 _RANK = 8  # PEFT's default
+# Arguments of a script's own whose defaults count, those of one thing together.
+_DEFAULTS = (_LENGTHS, _RANKS, ("lora_alpha",), ("lora_dropout",), ADAPTED, _LORA, _QLORA)
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
@@ -54,11 +57,24 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
     shared = accelerate_config(before, folder)
     if not {"deepspeed", "fsdp"} & given.keys():
         given |= of_accelerate(shared)
+    defaults = _defaults(program, folder, given)
     if ranks is None:
         ranks = started_ranks(before, told_ranks(before, shared, {}), command.variables)
-    foreign = _recipe(given, folder, ranks, program)
-    more = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
+    foreign = _recipe({**defaults, **given}, folder, ranks, program)
+    more = [f"the script starts {len(found)} trainings; the first is read"] if len(found) > 1 else []
+    if told := [f"{key} {value}" for key, value in defaults.items() if value]:
+        more.append(f"by {program}'s own defaults: {', '.join(told)}")
     return replace(foreign, notes=(*foreign.notes, *more))
+
+
+def _defaults(program: str, folder: Path, given: Mapping[str, object]) -> dict[str, object]:
+    """{argument: default} of those that the script's file has, and no command gives, under this or another name."""
+    file = python_file(program, folder)
+    own = {} if file is None else file.own
+    return {
+        name: own[name] for names in _DEFAULTS if not given.keys() & set(names)
+        for name in names if own.get(name) is not None
+    }  # fmt: skip
 
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
@@ -146,12 +162,12 @@ def _weights(draft: Draft) -> None:
     if not quantised and not adapters:
         return
     draft.put("use_peft", True, (adapters or quantised)[0])
-    rank = next((found for key in ("lora_r", "lora_rank") if (found := draft.whole(key))), None)
+    rank = next((found for key in _RANKS if (found := draft.whole(key))), None)
     draft.put("lora_r", rank or _RANK, "lora_r")
     draft.put("lora_alpha", draft.whole("lora_alpha"))
     draft.put("lora_dropout", draft.number("lora_dropout"))
-    modules = draft.raw("lora_target_modules") or draft.raw("lora_target")
-    draft.put("lora_target_modules", modules.split(",") if isinstance(modules, str) else modules or ["all-linear"])
+    modules = next((adapted(found) for key in ADAPTED if (found := draft.raw(key))), None)
+    draft.put("lora_target_modules", modules or ["all-linear"])
     if rank is None or modules is None:
         draft.note(
             "the script does not say its adapters: PEFT's rank of 8 on all linear layers is taken where it is open"

@@ -13,19 +13,21 @@ from autofit.recipe.yaml_file import MOST_BYTES, is_open
 
 _PARSERS = ("TrlParser", "HfArgumentParser", "H4ArgumentParser")  # take the fields of TRL's configs as arguments
 
+ADAPTED = ("lora_target_modules", "lora_target", "target_modules")  # what scripts call the layers with an adapter
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonFile:
-    """A script's trainer of TRL (its class), whether it takes TRL's arguments, and the arguments that it adds."""
+    """A script's trainers of TRL (classes), whether it takes TRL's arguments, and the arguments that it adds."""
 
-    trainer: str  # "GRPOTrainer"
+    trainers: tuple[str, ...]  # ("GRPOTrainer",)
     takes_trls: bool
     takes_models: bool  # those of TRL's ModelConfig too: dtype, use_peft, ...
     own: Mapping[str, object]  # {argument: default; None where it has none, or is not written there}
 
 
 def python_file(program: str, folder: Path) -> PythonFile | None:
-    """The script `program`, started from `folder`; None if it is not there, or names no one trainer of TRL."""
+    """The script `program`, started from `folder`; None if it is not there, or cannot be read."""
     if not is_open() or not program.endswith(".py"):
         return None
     try:
@@ -45,12 +47,19 @@ def _read(path: Path, _: object) -> PythonFile | None:
     used = {name for node in nodes for name in _made(node)}
     known = {name for node in nodes for name in _of_trl(node)}
     trainers = {name for name in used & known if name.endswith("Trainer")}
-    if len(trainers) != 1:
-        return None
     own = {name: default for node in nodes for name, default in _arguments(node)}
     return PythonFile(
-        trainer=trainers.pop(), takes_trls=bool(used & set(_PARSERS)), takes_models="ModelConfig" in known, own=own
+        trainers=tuple(sorted(trainers)),
+        takes_trls=bool(used & set(_PARSERS)),
+        takes_models="ModelConfig" in known,
+        own=own,
     )
+
+
+def adapted(said: object) -> object:
+    """The layers with an adapter, by a script's argument: `all`, `q_proj,v_proj`, or a list."""
+    names = said.split(",") if isinstance(said, str) else said
+    return ["all-linear"] if names == ["all"] else names
 
 
 def as_it_is(script: str) -> str:
@@ -89,10 +98,15 @@ def _arguments(node: ast.AST) -> Iterator[tuple[str, object]]:
 
 
 def _default(node: ast.expr | None) -> object:
-    """A default that is written as a value, by itself or as `default=` of a call."""
+    """A default that is written as a value: by itself, as `default=` of a call, or in what `default_factory=` makes."""
     if isinstance(node, ast.Call):
-        node = next((each.value for each in node.keywords if each.arg == "default"), None)
-    return _constant(node)
+        named = {each.arg: each.value for each in node.keywords}
+        made = named.get("default_factory")
+        node = made.body if isinstance(made, ast.Lambda) else named.get("default")
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
 
 
 def _constant(node: ast.expr | None) -> object:

@@ -20,7 +20,7 @@ from autofit.frontends import (
     verl_rules,
     yaml_script,
 )
-from autofit.frontends.command import commands, script_text, starts
+from autofit.frontends.command import UNSURE, commands, script_text, starts
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.python_file import as_it_is
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
@@ -29,7 +29,9 @@ from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
 _ACCELERATE = ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes")
+_OF_VERL = re.compile(r"verl\.trainer\.\w+")
 _KEY = re.compile(r"(?m)^\w+:(?:\s|$)")  # of a YAML
+_OVER_ARGUMENTS = re.compile(r"(?m)^\s*while\b[^\n;]*(?:\$\{?[#1]|\bgetopts\b)")  # a loop of a script
 Read = TypeVar("Read")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
@@ -74,6 +76,16 @@ def starts_training(text: str) -> bool:
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
     """The recipe of the training that a script starts. Raises ConfigError."""
     text = script_text(path) if text is None else text
+    found = _recipe_of_script(path, text, ranks)
+    return replace(found, notes=(*found.notes, *_own_arguments(text)))
+
+
+def _own_arguments(text: str) -> tuple[str, ...]:
+    """A note where a script may be started with arguments."""
+    return ("the script is read as it runs without arguments of its own",) if _OVER_ARGUMENTS.search(text) else ()
+
+
+def _recipe_of_script(path: Path, text: str, ranks: int | None) -> Foreign:
     if verl.starts_verl(text):
         return _named(VERL.name, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     folder = path.resolve().parent
@@ -91,11 +103,14 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
 def _check_starts(text: str, path: Path) -> None:
     """Raise ConfigError for a script that starts no training of ms-swift, the last one whose training is looked for."""
     if "megatron" not in text and not starts(ms_swift.started(text)):
-        scripts = [word for command in commands(text) for word in command.words if word.endswith(".py")]
+        started = [word for command in commands(text) for word in command.words if UNSURE not in word]
+        scripts = [word for word in started if word.endswith(".py")]
+        if other := next((word for word in started if _OF_VERL.fullmatch(word)), None):
+            raise ConfigError(f"{path} starts {other}, and of verl only the training with PPO and its kin is read")
         raise ConfigError(
             f"no training is started in {path}: it must call `llamafactory-cli train`, `axolotl train`, `swift sft`, "
             "`trl sft` or their like, `python -m verl.trainer.main_ppo`, or a Python file with --model_name_or_path"
-            f"{as_it_is(scripts[0]) if scripts else ''}"
+            f"{as_it_is(scripts[-1]) if scripts else ''}"
         )
 
 
@@ -204,6 +219,11 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
 
 def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explanation:
     """What the training says that the script `path` with this `text` starts. Raises ConfigError."""
+    found = _explained_script(text, path, ranks)
+    return replace(found, notes=tuple(dict.fromkeys((*found.notes, *_own_arguments(text)))))
+
+
+def _explained_script(text: str, path: Path, ranks: int | None) -> Explanation:
     if not verl.starts_verl(text):
         folder = path.resolve().parent
         if starts(trl_script.started(text, folder)):

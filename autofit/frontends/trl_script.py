@@ -28,7 +28,7 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Explanation, Foreign, Line
-from autofit.frontends.python_file import PythonFile, as_it_is, python_file
+from autofit.frontends.python_file import ADAPTED, PythonFile, adapted, as_it_is, python_file
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, stand_in, tool_of
 from autofit.recipe.keys import RENAMED
@@ -68,6 +68,11 @@ _SHARED = frozenset({_MODEL, *_OF_MODEL_CONFIG, *_OF_BATCH.split(), *TAKEN_BY, *
 }
 _MODELS = ("model_name", "model_id", "base_model", "model_path", "model")  # a script's own names of it
 _LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "model_max_length")  # and of the longest row
+
+_OTHERWISE = (
+    (_MODEL, _MODELS, str), ("max_length", _LENGTHS, int), ("lora_r", ("lora_rank",), int),
+    ("lora_target_modules", ADAPTED, str | list),
+)  # fmt: skip
 
 
 class Started(NamedTuple):
@@ -156,16 +161,17 @@ def _without_own(
 ) -> tuple[dict[str, object], dict[str, str], list[str]]:
     """(`given` without a script's own arguments, its own names of keys of the recipe, the names that are left out).
 
-    Those that TRL has too are taken, and those of the model and of the longest row: as they are given, or by their
-    defaults.
+    Those that TRL has too are taken, and those of the model, of the longest row and of adapters: as they are given, or
+    by their defaults.
     """
     said = {**{key: default for key, default in own.items() if default is not None}, **given}
     values = {key: value for key, value in said.items() if key in _SHARED or (key not in OTHERS_OWN and key not in own)}
     names = dict[str, str]()
-    for key, others, kept in ((_MODEL, _MODELS, str), ("max_length", _LENGTHS, int)):
+    for key, others, kept in _OTHERWISE:
         found = [name for name in others if name in own and name not in values and isinstance(said.get(name), kept)]
-        if found and key not in values and (key == _MODEL or kind in TAKEN_BY[key]):
-            values[key], names[key] = said[found[0]], found[0]
+        if found and key not in values and kind in TAKEN_BY.get(key, (kind,)):
+            values[key] = adapted(said[found[0]]) if others is ADAPTED else said[found[0]]
+            names[key] = found[0]
     return values, names, [key for key in given if key not in values and key not in names.values()]
 
 
@@ -206,10 +212,13 @@ def started(text: str, folder: Path) -> Iterator[Started]:
             for place, word in enumerate(words):
                 if "swift" in word:
                     continue
-                if (file := python_file(word, folder)) is not None:
-                    kind = file.trainer.removesuffix("Trainer").lower()
-                    yield Started(command, kind if kind in (*OF_TRL, *OTHERS) else file.trainer, place, file)
+                file = python_file(word, folder)
+                if file is not None and len(file.trainers) == 1:
+                    kind = file.trainers[0].removesuffix("Trainer").lower()
+                    yield Started(command, kind if kind in (*OF_TRL, *OTHERS) else file.trainers[0], place, file)
                     break
+                if file is not None and not file.trainers:
+                    continue  # whatever its name is
                 if (match := _SCRIPT.fullmatch(word) or _MODULE.fullmatch(word)) is not None:
                     yield Started(command, match[1], place)
                     break

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 
 from autofit.errors import ConfigError
 from autofit.frontends.command import ASKS_FOR_NPUS, Command, commands
@@ -145,11 +146,13 @@ def on_gpus(values: Mapping[str, object], gpus: int | None) -> Mapping[str, obje
     return values if gpus is None else {**paths, "trainer.nnodes": 1, "trainer.n_gpus_per_node": gpus}
 
 
+BATCH_KEYS = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.nnodes",
+              "trainer.n_gpus_per_node", f"{ACTOR}.ppo_epochs")  # fmt: skip
+
+
 def batch_of(config: VerlConfig) -> Batch | None:
     """The batch; None where a number of it is not whole, or the strategy is not FSDP."""
-    names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", "trainer.nnodes",
-             "trainer.n_gpus_per_node", f"{ACTOR}.ppo_epochs")  # fmt: skip
-    found = [config.whole(name) for name in names]
+    found = [config.whole(name) for name in BATCH_KEYS]
     if None in found or config.strategy not in FSDP_STRATEGIES:
         return None
     prompts, mini, group, nodes, each, epochs = (number or 1 for number in found)
@@ -208,6 +211,8 @@ def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str,
 # or on a command is not, and its key is named instead.
 
 _ENTRY = "verl.trainer.main_ppo"
+_ACTOR = "actor_rollout_ref."  # of the keys of every training with verl's workers
+_NO_TRAINING = re.compile(r"generat|eval|\bserve|merge")  # in the name of what is started
 _OVERRIDE = re.compile(r"(?:\+{0,2}(model_engine|[a-z_]+(?:\.[a-z0-9_]+)+)|--(config-name))=(.*)", re.DOTALL)
 
 
@@ -220,7 +225,13 @@ def asks_for_npus(text: str) -> bool:
 
 
 def starts_verl(text: str) -> bool:
-    return _ENTRY in text and next(_trainings(text), None) is not None
+    return (_ENTRY in text or _ACTOR in text) and next(_trainings(text), None) is not None
+
+
+def entry(text: str) -> str | None:
+    """The module or file that a script trains with in place of verl's own, as projects built on verl have one."""
+    found = next((_program(command) for command in _trainings(text)), None)
+    return None if found == _ENTRY else found
 
 
 def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
@@ -267,8 +278,19 @@ def span(text: str) -> tuple[int, int]:
 
 
 def _trainings(text: str, *, likely: bool = False) -> Iterator[Command]:
-    """The commands of a script that start verl."""
-    return (command for command in commands(text, likely=likely) if _ENTRY in command.words)
+    """The commands of a script that start verl, or a project's own trainer with verl's keys."""
+    return (command for command in commands(text, likely=likely) if _program(command) is not None)
+
+
+def _program(command: Command) -> str | None:
+    """The module or file with which a command trains by verl's keys; None where it is no such training."""
+    words = command.words
+    if _ENTRY in words:
+        return _ENTRY
+    if not any(word.lstrip("+").startswith(_ACTOR) for word in words):
+        return None
+    files = (word for before, word in pairwise(words) if before == "-m" or word.endswith(".py"))
+    return next((word for word in files if OPEN not in word and not _NO_TRAINING.search(word)), None)
 
 
 def _overrides(command: Command, *, folders: bool = False) -> dict[str, object]:

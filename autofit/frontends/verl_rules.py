@@ -6,10 +6,11 @@ Read in verl at commit 1dda039b (0.9, trainer v1, which is its default). No torc
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, quoted
 from autofit.frontends.draft import Explanation, Line
 from autofit.frontends.verl import (
     ACTOR,
+    BATCH_KEYS,
     FSDP_STRATEGIES,
     MODEL_PATH,
     REF,
@@ -130,7 +131,11 @@ def explain(values: Mapping[str, object]) -> Explanation:
         why = (
             f"the file does not say {open_keys} for certain"
             if open_keys
-            else "a number of the batch is no whole number"
+            else "; ".join(
+                f"{key} must be a whole number; got {quoted(config.value(key))}"
+                for key in BATCH_KEYS
+                if config.whole(key) is None
+            )
         )
         why = why if fsdp else f"{strategy} is not read, only FSDP"
         lines = (*head, Line("effective batch", effective_sentence(values)), Line("micro-batches", f"not known: {why}"))

@@ -22,6 +22,7 @@ from autofit.frontends.verl import (
     VerlConfig,
     asks_for_npus,
     bare_keys,
+    entry,
     typos,
 )
 from autofit.recipe.yaml_file import parse_yaml
@@ -242,8 +243,12 @@ def unknown_key(key: str) -> str | None:
 
 
 def script_notes(text: str, found: Mapping[str, object], unread: Sequence[str]) -> tuple[str, ...]:
-    """The notes on a whole script with the overrides `found`, and `unread` ones: its cards, and unknown keys."""
-    return (*((NVIDIA,) if asks_for_npus(text) else ()), *_unknown_overrides(text, found, unread))
+    """The notes on a whole script with the overrides `found`, and `unread` ones: its start, cards and keys."""
+    own = entry(text)
+    return (
+        *(() if own is None else (f"{own} is taken for verl's main_ppo: what it does besides is not simulated",)),
+        *((NVIDIA,) if asks_for_npus(text) else ()), *_unknown_overrides(text, found, unread),
+    )  # fmt: skip
 
 
 def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[str]) -> tuple[str, ...]:
@@ -252,8 +257,11 @@ def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[
     if config.strategy not in FSDP_STRATEGIES or {ENGINE, CONFIG_NAME}.intersection(unread):
         return ()  # another engine's config has keys of its own
     told = "".join(typos(config))
-    refused = [said for key in bare_keys(text) if f" {key};" not in told and (said := unknown_key(key))]
-    return tuple(f"{said} (an older verl may have it)" for said in refused)
+    unknown = [key for key in bare_keys(text) if f" {key};" not in told and unknown_key(key)]
+    named = [f"{key} (write {near})" if (near := _near(key)) else key for key in unknown]
+    it, who = "it" if len(named) == 1 else "them", entry(text) or "an older verl"
+    told = f"verl 0.9 has no key {', '.join(named)}; hydra refuses {it} at the start ({who} may have {it})"
+    return (told,) if named else ()
 
 
 def file_notes(values: Mapping[str, object]) -> tuple[str, ...]:
@@ -275,14 +283,14 @@ def file_notes(values: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _near(key: str) -> str | None:
-    """The key that was meant: without its actor_rollout_ref, like it in its section, or of its name in another one."""
+    """The key that was meant: without its actor_rollout_ref, like it in its section, or of its name near it."""
     if is_in_config(whole := whole_key(key)):
         return whole
     if beside := _beside(key):
         return beside
     name = key.rpartition(".")[2]
-    paths = [f"{section}.{name}" for section, names in _sections().items() for name in names if section]
-    elsewhere = [path for path in paths if path.endswith(f".{name}")]
+    sections = [section for section in _sections() if section.partition(".")[0] == key.partition(".")[0]]
+    elsewhere = [f"{section}.{name}" for section in sections if name in _sections()[section]]
     return next(iter(get_close_matches(key, elsewhere, n=1, cutoff=0.0)), None)
 
 
