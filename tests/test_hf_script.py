@@ -174,6 +174,30 @@ def test_a_refusal_names_the_file_that_was_started_last_and_none_that_is_not_kno
     path = script(tmp_path, "python $HOME/data.py\npython train.py --epochs 3\npython ${A}/b.py\n")
     with pytest.raises(ConfigError, match=r"fit-check --gpu NAME train\.py \.\.\. runs it as it is"):
         read(path)
-    path = script(tmp_path, "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.micro_batch_size=8\n")
-    with pytest.raises(ConfigError, match=r"starts verl\.trainer\.fsdp_sft_trainer, and of verl only"):
-        read(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("torchrun -m verl.trainer.fsdp_sft_trainer a=8", r"starts verl\.trainer\.fsdp_sft_trainer, and of verl only"),
+        (
+            "python3 -m verl.trainer.main config=a.yaml",
+            r"trains with EasyR1 \(verl\.trainer\.main\), which is not read",
+        ),
+        ("deepspeed --module openrlhf.cli.train_sft --zero_stage 2", r"trains with OpenRLHF .*autofit init --help"),
+    ],
+)
+def test_what_other_tools_start_is_named(command: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(script(tmp_path, f"{command}\n"))
+
+
+def test_what_a_launcher_of_a_cluster_starts_behind_two_dashes_is_read(tmp_path: Path) -> None:
+    """The launcher was taken for the script: a DPO on eight cards was told as plain training on one."""
+    outer, inner = "python mason.py --cluster a --num_nodes 1 --image b --", "accelerate launch --num_processes 8"
+    found = read(script(tmp_path, f"{outer} {inner} own/finetune.py {ARGUMENTS} --seed $RANDOM\n"))
+    assert found is not None
+    assert (found.ranks, "image" in str(found.notes)) == (8, False)
+    for start in (inner, r"source setup.sh \&\& python"):
+        with pytest.raises(ConfigError, match=r"own/dpo_tune\.py: only the training of a language model"):
+            read(script(tmp_path, f"{outer} {start} own/dpo_tune.py {ARGUMENTS}\n"))

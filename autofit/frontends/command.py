@@ -34,6 +34,7 @@ _SEPARATORS = ";&|\n)"
 _RUNNERS = {
     (tool, "run") for tool in ("uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba")
 }
+_LAUNCHERS, _PYTHON = ("accelerate", "torchrun", "deepspeed"), re.compile(r"(?:.*/)?python[\d.]*")
 _MODULE = ("-m", "--module")
 _OF_RUNNERS = {  # options with a value in the next word
     "--with", "--with-editable", "--with-requirements", "-p", "--python", "--extra", "--group", "--only-group",
@@ -94,7 +95,7 @@ def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
         sure = False
         rest = [part for word in rest for part in word.replace(_ARRAY, "").split(_BETWEEN)]
         variables = {**known, **own}
-        rest = _without_runner(rest[1:] if rest[0] == "env" else rest)
+        rest = _behind_launcher(_without_runner(rest[1:] if rest[0] == "env" else rest))
         yield Command(tuple(rest), variables, not branches.certain, start, end)
 
 
@@ -110,6 +111,18 @@ def _without_runner(words: list[str]) -> list[str]:
     if rest[0] in _MODULE:
         return ["python", "-m", *rest[1:]]
     return ["python", *rest] if rest[0].endswith(".py") else rest
+
+
+def _behind_launcher(words: list[str]) -> list[str]:
+    """The command that another one starts on a cluster, behind a `--`; `words` where none follows that trains."""
+    if "--" not in words:
+        return words
+    behind = words[words.index("--") + 1 :]
+    for place in range(len(behind) - 1, -1, -1):  # `-- source setup.sh \&\& python train.py`
+        first = place == 0 or behind[place - 1] == "&&"
+        if first and (behind[place] in _LAUNCHERS or _PYTHON.fullmatch(behind[place])):
+            return behind[place:]
+    return words
 
 
 def starts(started: Iterator[object]) -> bool:

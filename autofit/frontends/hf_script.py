@@ -53,6 +53,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
         )
     given = arguments(command.words[place + 1 :], folder, tool=TOOL)
     check_certain([key for key, value in given.items() if UNSURE in str(value) and _counts(key)])
+    given = {key: value for key, value in given.items() if UNSURE not in str(value)}
     before = command.words[:place]
     shared = accelerate_config(before, folder)
     if not {"deepspeed", "fsdp"} & given.keys():
@@ -109,7 +110,7 @@ def started(text: str) -> Iterator[tuple[Command, int]]:
 def _counts(key: str) -> bool:
     own = keys_of(TOOL)
     return key not in own.without_effect and not re.search(
-        r"data|path|dir|name|token$|file|wandb", key.replace(_MODEL, "")
+        r"data|path|dir|name|token$|file|wandb|seed", key.replace(_MODEL, "")
     )
 
 

@@ -30,6 +30,7 @@ from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 SCRIPTS = (".sh", ".bash")
 _ACCELERATE = ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes")
 _OF_VERL = re.compile(r"verl\.trainer\.\w+")
+_OTHERS = {"OpenRLHF": re.compile(r"openrlhf\.cli\.\w+"), "EasyR1": re.compile(r"verl\.trainer\.main")}
 _KEY = re.compile(r"(?m)^\w+:(?:\s|$)")  # of a YAML
 _OVER_ARGUMENTS = re.compile(r"(?m)^\s*while\b[^\n;]*(?:\$\{?[#1]|\bgetopts\b)")  # a loop of a script
 Read = TypeVar("Read")
@@ -105,6 +106,12 @@ def _check_starts(text: str, path: Path) -> None:
     if "megatron" not in text and not starts(ms_swift.started(text)):
         started = [word for command in commands(text) for word in command.words if UNSURE not in word]
         scripts = [word for word in started if word.endswith(".py")]
+        for tool, module in _OTHERS.items():
+            if other := next((word for word in started if module.fullmatch(word)), None):
+                raise ConfigError(
+                    f"{path} trains with {tool} ({other}), which is not read; a recipe of TRL with its model and batch "
+                    "(`autofit init --help`) says what the like of it takes there"
+                )
         if other := next((word for word in started if _OF_VERL.fullmatch(word)), None):
             raise ConfigError(f"{path} starts {other}, and of verl only the training with PPO and its kin is read")
         raise ConfigError(
