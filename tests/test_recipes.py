@@ -182,6 +182,32 @@ def test_an_image_of_qwen3_5_is_a_token_for_1024_pixels_and_a_sample_that_is_mad
     assert with_an_image(rows, StandInProcessor(None, vision, 1)).column_names == ["prompt"]
 
 
+QWEN3_5 = {
+    "text_config": {
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 128, "vocab_size": 512, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("trainer", ["dpo", "hf"])
+def test_a_model_that_also_takes_images_trains_on_text_without_its_processors_files(
+    trainer: str, tmp_path: Path
+) -> None:
+    """DPO asked for the image processor of Qwen3.5, and a plain Trainer made its words alone of the whole config."""
+    model = tmp_path / "model"
+    AutoConfig.for_model("qwen3_5", architectures=["Qwen3_5ForConditionalGeneration"], **QWEN3_5).save_pretrained(model)
+    values = {"model_name_or_path": str(model), "max_length": 64, "per_device_train_batch_size": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    found = estimate(tmp_path / "run.yaml", trainer=trainer, gpu="t4", prompt_tokens=16, advice=False)
+    assert found.fits
+    assert found.step_s is not None
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_a_limit_without_room_for_an_image_is_refused_before_the_probe(tmp_path: Path) -> None:

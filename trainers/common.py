@@ -342,6 +342,8 @@ def random_model(model_id: str, architecture: Any = None, **kwargs: Any) -> PreT
     if "experts_over" in kwargs:
         share_experts(config, kwargs["experts_over"])
     architecture = _concrete(architecture, config) or _architecture(config)
+    if getattr(architecture, "config_class", None) is config.sub_configs.get("text_config", ""):
+        config = config.get_text_config()  # as an auto class does for the words of a model that takes images
     on_card = torch.cuda.is_available() and not _cpu_wanted()
     dtype = dtype_of(kwargs.get("dtype", "float32"), config)
     options = {"dtype": dtype, "attn_implementation": kwargs.get("attn_implementation")}

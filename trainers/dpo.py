@@ -28,6 +28,7 @@ from .common import (
     samples_per_step,
     train_rows,
 )
+from .image_prompts import for_text
 from .keys import COMPARED, dpo_tiers
 from .rows import pad, place_of, shorter_pair
 from .trl import SamplesTrainer
@@ -132,7 +133,7 @@ class DpoTrainer(SamplesTrainer):
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> DPOTrainer:
         with _weights_unhashed():
-            trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case))
+            trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case), **for_text(config))
         trainer.scoring_share = _scoring_share(config, worst_case)
         pad(trainer, config, worst_case, partial(shorter_pair, limit=config.training.max_length))
         return trainer
@@ -144,7 +145,7 @@ class DpoTrainer(SamplesTrainer):
         return samples_per_step(config) * sum(w if limit is None else min(w, limit) for w in widths)
 
     def prepared(self, config: TrlConfig, rows: Dataset) -> Dataset:
-        return prepared(DPOTrainer, trl_dpo, config, rows)
+        return prepared(DPOTrainer, trl_dpo, config, rows, **for_text(config))
 
     def widths(self, rows: Dataset) -> tuple[Counts, Counts]:
         return _widths(rows), _widths(rows) + _widths(rows, np.minimum)
@@ -157,7 +158,7 @@ class DpoTrainer(SamplesTrainer):
         raw = train_rows(config, "DPO", {"answers": ("chosen", "rejected")})
         training = config.training
         steps, epochs, limit = training.max_steps, training.num_train_epochs, training.max_length
-        rows, largest = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths)
+        rows, largest = prepared_longest(DPOTrainer, trl_dpo, config, raw, _widths, **for_text(config))
         longer = _widths(rows)
         whole = np.minimum(longer, longer.max() if limit is None else limit)
         answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
