@@ -19,6 +19,11 @@ Rules, written before any prediction:
 - GB of a figure that nvidia-smi shows are GiB.
 - a figure that was written before torch 2.8 came out is of transformers' default of then, the foreach AdamW, which
   holds a copy of the trained weights more in its step (transformers.TrainingArguments.optim: fused from torch 2.8 on).
+- CUDA before 12.2 loads every kernel of torch's libraries onto the card (experiments/context/README.md); the rows of
+  that time whose figure may be nvidia-smi's have them beside the context (`kernels`). Which CUDA it was: Qwen's README
+  says 11.8 with torch 2.0 of its figures, Axolotl's only image of 2023-08 is cu118 with torch 2.0.1
+  (.github/workflows/base.yml at dc71d8872), and ms-swift's documents name images of CUDA 12.1 with torch 2.3 alone until
+  one of CUDA 12.4 on EAGER_UNTIL (5f28da9e8).
 - Axolotl's allocator settings are those of the day (ROUNDED and GROWING: its utils/__init__.py). Its figures since
   LOGGED are torch's reserved bytes: examples/gpt-oss/README.md says so of its own, which are of that day.
 """
@@ -47,6 +52,10 @@ FIGURE = re.compile(
 FUSED = "2025-08-06"  # torch 2.8
 GROWING, ROUNDED = "2024-07-16", "2026-03-24"  # expandable_segments from, roundup_power2_divisions until (torch 2.9)
 LOGGED = "2025-08-06"  # `device_mem_reserved(gib)` in Axolotl's logs
+EAGER_UNTIL = "2025-04-08"  # from that day ms-swift's documents name images of CUDA 12.4
+# Bytes of all kernels that an A100 loads, by experiments/context/kernel_bytes.py: libtorch_cuda, cuBLAS and cuBLASLt of
+# torch 2.0.1 (cu117) and of 2.4.1 (cu121); NCCL 2.20.5, which torch 2.3 and 2.4 have, where there are several ranks
+KERNELS_2_0, KERNELS_2_4, KERNELS_NCCL = 872_600_000, 1_065_000_000, 98_800_000
 PACKED = 128  # PackingDataset's packing_interval
 UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
 BROADCAST = ("DDP's first broadcast: torch before 2.8 keeps copies of weights until NCCL's stream has caught up with "
@@ -199,6 +208,17 @@ def written(folder: Path, path: str) -> dict[str, tuple[str, str, str]]:
     return found
 
 
+def kernels(row: dict[str, object]) -> int:
+    """Bytes of the kernels that CUDA of a row's day loaded without being asked to; 0 since 12.2, and of torch's own."""
+    if row["kind"] == "reserved":
+        return 0
+    if str(row["date"]) < "2024":
+        return KERNELS_2_0
+    if row["tool"] != "ms-swift" or str(row["date"]) >= EAGER_UNTIL:
+        return 0
+    return KERNELS_2_4 + (KERNELS_NCCL if int(str(row["ranks"])) > 1 else 0)
+
+
 def half_digit(text: str) -> float:
     """Half of the last digit that a figure shows."""
     return 0.5 * 10 ** -len(text.partition(".")[2])
@@ -346,6 +366,9 @@ def main() -> None:
         rows.append({**usual, "name": f"axolotl/{path.rpartition('.')[0]}", **row, **shape})
     rows += [*benchmark(options.ms_swift), *qwen(options.qwen)]
     assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        if loaded := kernels(row):
+            row["kernels_bytes"] = loaded
     for begins, why in yaml.safe_load((HERE / "why.yaml").read_text("utf-8")).items():
         for row in rows:
             if str(row["name"]).startswith(begins):
