@@ -233,6 +233,9 @@ PLAIN = {
     "bf16": True, "max_length": 2048, "gradient_checkpointing": True, "optim": "adamw_torch",
     "gradient_checkpointing_kwargs": {"use_reentrant": True}, "attn_implementation": "flash_attention_2",
 }  # fmt: skip
+# ms-swift of then makes every checkpoint one without re-entrance (`fix_gradient_checkpointing_warning` in its
+# swift/llm/utils/model.py at 4312aeb28, which wrote the figures); of copies of the logits see `shift` in then.py
+BENCHMARKED = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "adapter_dtype": "float32",
         "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}  # fmt: skip
 
@@ -263,7 +266,7 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
         settings = row[1 : heads.index("Training Speed (samples/s)")] if speed else []
         if model not in SHAPES or not re.fullmatch(r"[\d.]+", memory) or "gptq" in str(settings):
             continue
-        recipe: dict[str, object] = {**PLAIN, **({} if full else LORA)}
+        recipe: dict[str, object] = {**PLAIN, **({} if full else LORA), **BENCHMARKED}
         if model.startswith("yi"):
             recipe |= {} if full else {"lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
         length = 2048
@@ -296,6 +299,7 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
             "version": f"{BENCHMARK} (torch 2.1.1)", "source": "docs/source_en/LLM/Benchmark.md", "date": "2024-01",
             "measured_gib": float(memory), "half_digit_gib": half_digit(memory), "kind": "reserved", "card_said": True,
             "recipe": recipe, "shape": SHAPES[model], "longest_tokens": (length, length),
+            "changes": {"shifted_logits": "float32" if model.startswith("yi") else "half"},
             "lengths": "cls-fudan-news-zh: 3234 +- 2548 tokens, 91 to 19548; ms-swift leaves out those over max_length",
             "samples": [NEWS],
             "measured_step_s": round(micro * steps / float(speed), 4), "older": OLD_SWIFT,
@@ -306,7 +310,8 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
 
 # Its LoRA is on c_attn, c_proj (of attention and of the MLP), w1 and w2: all linear layers. Its README asks for
 # peft 0.5 with torch 2.0: adapters in float32, trained copies of embeddings and head (emb) in the model's dtype. All
-# weights are trained by finetune_ds.sh, with ZeRO-3.
+# weights are trained by finetune_ds.sh, with ZeRO-3 and the optimizer that finetune/ds_config_zero3.json asks for:
+# DeepSpeed's FusedAdam, which holds no copy of the weights in its step, as torch's fused AdamW does not.
 OLD_QWEN = "torch 2.0 and the model's own code of the day; Qwen1 is said as Qwen2's code"
 
 
@@ -329,9 +334,10 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
                 continue
             recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
             if data[0] == "Full-parameter":
-                recipe["launch"] = {"ranks": 1, "sharding": "zero3"}
+                recipe |= {"launch": {"ranks": 1, "sharding": "zero3"}, "optim": "adamw_torch_fused"}
             else:
                 recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
+            recipe["shifted_logits"] = "half"
             if data[0] == "LoRA (emb)":
                 recipe |= {"lora_modules_to_save": ["embed_tokens", "lm_head"], "half_kept": True}
             yield {
@@ -340,7 +346,7 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
                 "measured_gib": float(figures[1]), "half_digit_gib": half_digit(figures[1]), "kind": "not said",
                 "recipe": recipe, "shape": SHAPES[size], "longest_tokens": (length, length),
                 "lengths": "inputs of this length, micro-batch 1, accumulation 8", "older": OLD_QWEN,
-                "measured_step_s": float(figures[2]), **({"trainer": THEN} if "half_kept" in recipe else {}),
+                "measured_step_s": float(figures[2]), "trainer": THEN,
             }  # fmt: skip
 
 
