@@ -23,7 +23,7 @@ from autofit.frontends.command import (
 from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines, said
 from autofit.frontends.python_file import as_it_is
 from autofit.frontends.sharing import of_accelerate
-from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, take, take_evaluation
+from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, note_commas, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
 
 TOOL = "transformers"
@@ -151,6 +151,8 @@ def _weights(draft: Draft) -> None:
     draft.put("lora_alpha", draft.whole("lora_alpha"))
     draft.put("lora_dropout", draft.number("lora_dropout"))
     modules = draft.raw("lora_target_modules") or draft.raw("lora_target")
+    if isinstance(modules, list):
+        note_commas(draft, list(map(str, modules)), "lora_target_modules")
     draft.put("lora_target_modules", modules.split(",") if isinstance(modules, str) else modules or ["all-linear"])
     if rank is None or modules is None:
         draft.note(

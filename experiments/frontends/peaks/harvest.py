@@ -22,8 +22,8 @@ Rules, written before any prediction:
 - CUDA before 12.2 loads every kernel of torch's libraries onto the card (experiments/context/README.md); the rows of
   that time whose figure may be nvidia-smi's have them beside the context (`kernels`). Which CUDA it was: Qwen's README
   says 11.8 with torch 2.0 of its figures, Axolotl's only image of 2023-08 is cu118 with torch 2.0.1
-  (.github/workflows/base.yml at dc71d8872), and ms-swift's documents name images of CUDA 12.1 with torch 2.3 alone until
-  one of CUDA 12.4 on EAGER_UNTIL (5f28da9e8).
+  (.github/workflows/base.yml at dc71d8872), and ms-swift's documents name images of CUDA 12.1 with torch 2.3 alone
+  until one of CUDA 12.4 on EAGER_UNTIL (5f28da9e8).
 - Axolotl's allocator settings are those of the day (ROUNDED and GROWING: its utils/__init__.py). Its figures since
   LOGGED are torch's reserved bytes: examples/gpt-oss/README.md says so of its own, which are of that day.
 """
