@@ -887,6 +887,21 @@ def test_a_file_with_keys_of_two_tools_is_of_neither(tmp_path: Path) -> None:
         of_yaml(tmp_path, {**LLAMA, **AXO})
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lf.yaml", yaml.safe_dump({**LLAMA, "lora_target": ["q_proj,", "v_proj"]})),
+        ("axo.yaml", yaml.safe_dump({**AXO_LORA, "lora_target_linear": False, "lora_target_modules": ["q_proj,"]})),
+        ("swift.sh", "swift sft --model Qwen/Qwen3-4B --tuner_type lora --dataset d --target_modules q_proj, v_proj\n"),
+        ("hf.sh", "python train.py --model_name_or_path m --use_lora True --lora_target_modules q_proj, v_proj\n"),
+    ],
+)
+def test_a_comma_inside_of_a_module_s_name_is_noted(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert any("the comma in 'q_proj,' is read as part of a name" in note for note in explain(path).notes)
+
+
 def test_explain_says_the_dtype_the_rows_the_defaults_and_what_is_not_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

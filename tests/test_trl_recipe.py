@@ -76,6 +76,17 @@ def test_a_training_that_is_not_simulated_is_refused_by_its_folder(tmp_path: Pat
         read(file(tmp_path / "orpo", DPO))
 
 
+@pytest.mark.parametrize("kind", ["kto", "orpo", "gkd"])
+def test_a_command_of_trl_that_is_not_simulated_names_the_command_that_runs_a_script(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"trl {kind} --model_name_or_path m --dataset_name d\n")
+    with pytest.raises(ConfigError, match=f"{kind} is not simulated; .*; autofit fit-check --gpu NAME SCRIPT.py"):
+        read(path)
+    path.write_text(f"accelerate launch {kind}.py --model_name_or_path m --dataset_name d\n")
+    with pytest.raises(ConfigError, match=f"{kind} is not simulated; .*; autofit fit-check --gpu NAME {kind}.py"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("more", "tool"),
     [

@@ -1,10 +1,10 @@
 """How far a predicted peak may be from the card's: the margin that an answer needs before it says that a recipe fits.
 
-Source: 39 reserved peaks that others measured, simulated (experiments/accuracy/table.md, 2026-11-22): the mean error is
-0.8 %, and the worst prediction is 6.23 % below its measurement (prefix tuning of a 3B model on an L40S). No least
-capacity was compared; it has the gaps between the allocator's blocks in it as reserved peaks have, and counts as no
-better. The context of a card without a figure of its own is scaled from another card's, and may be off by 150 MiB
-(fakegpu/specs.py).
+Source: 65 reserved peaks that others measured, simulated (experiments/accuracy/table.md: 57 of PEFT's and 8 of
+preflight's): the mean error is 0.7 %, and the worst prediction is 6.23 % below its measurement (prefix tuning of a 3B
+model on an L40S). No least capacity was compared; it has the gaps between the allocator's blocks in it as reserved
+peaks have, and counts as no better. The context of a card without a figure of its own is scaled from another card's,
+and may be off by 150 MiB (fakegpu/specs.py).
 """
 
 import math

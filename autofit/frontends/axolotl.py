@@ -382,7 +382,8 @@ def _adapter(draft: Draft) -> None:
     if linear:
         draft.put("lora_target_modules", ["all-linear"], "lora_target_linear")
     elif isinstance(modules, list | str):
-        draft.put("lora_target_modules", [modules] if isinstance(modules, str) else targets(list(map(str, modules))))
+        key = "lora_target_modules"
+        draft.put(key, [modules] if isinstance(modules, str) else targets(draft, list(map(str, modules)), key))
     if cast is not None and truth(cast) is False:
         draft.put("adapter_dtype", "bfloat16", "peft_autocast_adapter_dtype")
     if kind == "qlora":

@@ -23,7 +23,7 @@ from autofit.frontends.command import (
 from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines, said
 from autofit.frontends.python_file import ADAPTED, adapted, as_it_is, python_file
 from autofit.frontends.sharing import of_accelerate
-from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, take, take_evaluation
+from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, note_commas, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
 
 TOOL = "transformers"
@@ -167,7 +167,9 @@ def _weights(draft: Draft) -> None:
     draft.put("lora_r", rank or _RANK, "lora_r")
     draft.put("lora_alpha", draft.whole("lora_alpha"))
     draft.put("lora_dropout", draft.number("lora_dropout"))
-    modules = next((adapted(found) for key in ADAPTED if (found := draft.raw(key))), None)
+    asked, modules = next(((key, adapted(found)) for key in ADAPTED if (found := draft.raw(key))), ("", None))
+    if isinstance(modules, list):
+        note_commas(draft, list(map(str, modules)), asked)
     draft.put("lora_target_modules", modules or ["all-linear"])
     if rank is None or modules is None:
         draft.note(

@@ -309,7 +309,8 @@ def _lora(draft: Draft) -> None:
     if not 0 <= dropout <= 1:
         draft.wrong(f"lora_dropout must be 0 to 1; got {dropout}")
     draft.put("lora_dropout", dropout)
-    draft.put("lora_target_modules", ["all-linear"] if target == ["all"] else targets(target), "lora_target")
+    modules = ["all-linear"] if target == ["all"] else targets(draft, target, "lora_target")
+    draft.put("lora_target_modules", modules, "lora_target")
     saved = draft.names("additional_target")
     if saved is None and draft.is_on("resize_vocab"):  # adapter.py: the whole matrices are trained, not only new rows
         saved = ["embed_tokens", "lm_head"]

@@ -425,7 +425,7 @@ def _tuner(draft: Draft) -> None:
     if pattern is not None:
         draft.put("lora_target_modules", [pattern], "target_regex")
     elif modules is not None:
-        draft.put("lora_target_modules", targets(modules), "target_modules")
+        draft.put("lora_target_modules", targets(draft, modules, "target_modules"), "target_modules")
     draft.put("lora_target_parameters", draft.names("target_parameters"), "target_parameters")
     draft.put("lora_modules_to_save", saved, "modules_to_save")
     draft.put("use_dora", dora or None)

@@ -250,9 +250,21 @@ def take_optimizer(draft: Draft, key: str, usual: str) -> None:
     draft.put("optim", name, key)
 
 
-def targets(names: list[str]) -> list[str]:
+def targets(draft: Draft, names: list[str], key: str) -> list[str]:
     """Modules with adapters as a recipe of TRL has them, which reads a name that is alone as a pattern of a path."""
+    note_commas(draft, names, key)
     return [rf"(.*\.)?{re.escape(names[0])}"] if len(names) == 1 and names != ["all-linear"] else names
+
+
+def note_commas(draft: Draft, names: list[str], key: str) -> None:
+    """Note the names of a list that have a comma inside: PEFT finds no module of such a name, and goes on without."""
+    if joined := [name for name in names if "," in name]:
+        shown = ", ".join(map(quoted, joined))
+        one = len(joined) == 1
+        draft.note(
+            f"{key}: the comma in {shown} is read as part of {'a name' if one else 'names'} that no module has, so "
+            f"PEFT adapts nothing for {'it' if one else 'them'}; write one name per entry, without commas"
+        )
 
 
 # -- evaluation within a training: how many samples at once ------------------------------------------------------------

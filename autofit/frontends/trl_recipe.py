@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autofit.errors import ConfigError
 from autofit.frontends.draft import Explanation, Foreign, Line, lines
+from autofit.frontends.python_file import as_it_is
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.profile import OF_TRL, profile
 
@@ -123,10 +124,16 @@ def _has_rewards(values: Mapping[str, object]) -> bool:
     return isinstance(given, list) and bool(given) and all(isinstance(name, str) and name in _REWARDS for name in given)
 
 
+def not_simulated(kind: str, script: str = "") -> ConfigError:
+    """The refusal of a trainer of TRL's that no recipe simulates, with the command that runs its `script`, or one."""
+    trains = as_it_is(script) or "; autofit fit-check --gpu NAME SCRIPT.py ... runs a Python script that trains with it"
+    return ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are{trains}")
+
+
 def _trainer(values: Mapping[str, object], folder: Path) -> str:
     """By the name of the file's folder, as both projects have it, else by its keys. Raises ConfigError."""
     if folder.name in OTHERS:
-        raise ConfigError(f"training with {folder.name} is not simulated; {', '.join(OF_TRL)} are")
+        raise not_simulated(folder.name)
     if folder.name in OF_TRL:
         return folder.name
     if {"num_generations", "reward_funcs", "max_completion_length"} & values.keys():

@@ -30,7 +30,7 @@ from autofit.frontends.command import (
 from autofit.frontends.draft import Explanation, Foreign, Line
 from autofit.frontends.python_file import ADAPTED, PythonFile, adapted, as_it_is, python_file
 from autofit.frontends.sharing import OTHERWISE, near
-from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, recipe, stand_in, tool_of
+from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, not_simulated, recipe, stand_in, tool_of
 from autofit.recipe.keys import RENAMED
 from autofit.recipe.launch import shipped_with_trl
 from autofit.recipe.launching import is_launch_key, launched
@@ -106,7 +106,7 @@ def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
     command, kind, place, file = found[0]
     before, script = command.words[:place], command.words[place]
     if kind not in OF_TRL:
-        raise ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are{as_it_is(script)}")
+        raise not_simulated(kind, script)
     if "_vlm" in script:
         raise ConfigError(f"{script} trains on images, and only training on text is read{as_it_is(script)}")
     if file is not None and not file.takes_trls:

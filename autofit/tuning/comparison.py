@@ -9,7 +9,7 @@ The rule of equals, over (seconds of a step, device-used bytes) of the candidate
 3. One that changes the training (a tier below neutral) gives way to the one with the fewest of its changes that is at
    most `EQUAL_FRAC` slower and about as lean: what it changes besides must gain more than that.
 
-`EDGE_FRAC` follows from the stated error of predicted bytes: reserved bytes of 39 measured rows were at most 6.2 %
+`EDGE_FRAC` follows from the stated error of predicted bytes: reserved bytes of 65 measured rows were at most 6.2 %
 above the prediction (experiments/accuracy/table.md), and 5 % of the limit is 7 % of a target with its headroom of 2 %.
 `EDGE_EQUAL_FRAC` is the error of the ratio of two predicted step times: 4.6 % in the median of the 14 pairs of rows of
 one PEFT method (the same files). Away from the edge memory that is left over buys nothing, so that only `EQUAL_FRAC`

@@ -19,6 +19,11 @@ Rules, written before any prediction:
 - GB of a figure that nvidia-smi shows are GiB.
 - a figure that was written before torch 2.8 came out is of transformers' default of then, the foreach AdamW, which
   holds a copy of the trained weights more in its step (transformers.TrainingArguments.optim: fused from torch 2.8 on).
+- CUDA before 12.2 loads every kernel of torch's libraries onto the card (experiments/context/README.md); the rows of
+  that time whose figure may be nvidia-smi's have them beside the context (`kernels`). Which CUDA it was: Qwen's README
+  says 11.8 with torch 2.0 of its figures, Axolotl's only image of 2023-08 is cu118 with torch 2.0.1
+  (.github/workflows/base.yml at dc71d8872), and ms-swift's documents name images of CUDA 12.1 with torch 2.3 alone
+  until one of CUDA 12.4 on EAGER_UNTIL (5f28da9e8).
 - Axolotl's allocator settings are those of the day (ROUNDED and GROWING: its utils/__init__.py). Its figures since
   LOGGED are torch's reserved bytes: examples/gpt-oss/README.md says so of its own, which are of that day.
 """
@@ -47,6 +52,10 @@ FIGURE = re.compile(
 FUSED = "2025-08-06"  # torch 2.8
 GROWING, ROUNDED = "2024-07-16", "2026-03-24"  # expandable_segments from, roundup_power2_divisions until (torch 2.9)
 LOGGED = "2025-08-06"  # `device_mem_reserved(gib)` in Axolotl's logs
+EAGER_UNTIL = "2025-04-08"  # from that day ms-swift's documents name images of CUDA 12.4
+# Bytes of all kernels that an A100 loads, by experiments/context/kernel_bytes.py: libtorch_cuda, cuBLAS and cuBLASLt of
+# torch 2.0.1 (cu117) and of 2.4.1 (cu121); NCCL 2.20.5, which torch 2.3 and 2.4 have, where there are several ranks
+KERNELS_2_0, KERNELS_2_4, KERNELS_NCCL = 872_600_000, 1_065_000_000, 98_800_000
 PACKED = 128  # PackingDataset's packing_interval
 UNSURE = ("110k-SFT", "NuminaMath", "OpenThoughts", "scidocs", "stsb", "DAMO_NLP/jd")  # answers or pairs not counted
 BROADCAST = ("DDP's first broadcast: torch before 2.8 keeps copies of weights until NCCL's stream has caught up with "
@@ -199,6 +208,17 @@ def written(folder: Path, path: str) -> dict[str, tuple[str, str, str]]:
     return found
 
 
+def kernels(row: dict[str, object]) -> int:
+    """Bytes of the kernels that CUDA of a row's day loaded without being asked to; 0 since 12.2, and of torch's own."""
+    if row["kind"] == "reserved":
+        return 0
+    if str(row["date"]) < "2024":
+        return KERNELS_2_0
+    if row["tool"] != "ms-swift" or str(row["date"]) >= EAGER_UNTIL:
+        return 0
+    return KERNELS_2_4 + (KERNELS_NCCL if int(str(row["ranks"])) > 1 else 0)
+
+
 def half_digit(text: str) -> float:
     """Half of the last digit that a figure shows."""
     return 0.5 * 10 ** -len(text.partition(".")[2])
@@ -213,6 +233,9 @@ PLAIN = {
     "bf16": True, "max_length": 2048, "gradient_checkpointing": True, "optim": "adamw_torch",
     "gradient_checkpointing_kwargs": {"use_reentrant": True}, "attn_implementation": "flash_attention_2",
 }  # fmt: skip
+# ms-swift of then makes every checkpoint one without re-entrance (`fix_gradient_checkpointing_warning` in its
+# swift/llm/utils/model.py at 4312aeb28, which wrote the figures); of copies of the logits see `shift` in then.py
+BENCHMARKED = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "adapter_dtype": "float32",
         "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}  # fmt: skip
 
@@ -243,7 +266,7 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
         settings = row[1 : heads.index("Training Speed (samples/s)")] if speed else []
         if model not in SHAPES or not re.fullmatch(r"[\d.]+", memory) or "gptq" in str(settings):
             continue
-        recipe: dict[str, object] = {**PLAIN, **({} if full else LORA)}
+        recipe: dict[str, object] = {**PLAIN, **({} if full else LORA), **BENCHMARKED}
         if model.startswith("yi"):
             recipe |= {} if full else {"lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
         length = 2048
@@ -276,6 +299,7 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
             "version": f"{BENCHMARK} (torch 2.1.1)", "source": "docs/source_en/LLM/Benchmark.md", "date": "2024-01",
             "measured_gib": float(memory), "half_digit_gib": half_digit(memory), "kind": "reserved", "card_said": True,
             "recipe": recipe, "shape": SHAPES[model], "longest_tokens": (length, length),
+            "changes": {"shifted_logits": "float32" if model.startswith("yi") else "half"},
             "lengths": "cls-fudan-news-zh: 3234 +- 2548 tokens, 91 to 19548; ms-swift leaves out those over max_length",
             "samples": [NEWS],
             "measured_step_s": round(micro * steps / float(speed), 4), "older": OLD_SWIFT,
@@ -286,7 +310,8 @@ def benchmark(folder: Path) -> Iterator[dict[str, object]]:
 
 # Its LoRA is on c_attn, c_proj (of attention and of the MLP), w1 and w2: all linear layers. Its README asks for
 # peft 0.5 with torch 2.0: adapters in float32, trained copies of embeddings and head (emb) in the model's dtype. All
-# weights are trained by finetune_ds.sh, with ZeRO-3.
+# weights are trained by finetune_ds.sh, with ZeRO-3 and the optimizer that finetune/ds_config_zero3.json asks for:
+# DeepSpeed's FusedAdam, which holds no copy of the weights in its step, as torch's fused AdamW does not.
 OLD_QWEN = "torch 2.0 and the model's own code of the day; Qwen1 is said as Qwen2's code"
 
 
@@ -309,9 +334,10 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
                 continue
             recipe: dict[str, object] = {**PLAIN, "max_length": length, "gradient_accumulation_steps": 8}
             if data[0] == "Full-parameter":
-                recipe["launch"] = {"ranks": 1, "sharding": "zero3"}
+                recipe |= {"launch": {"ranks": 1, "sharding": "zero3"}, "optim": "adamw_torch_fused"}
             else:
                 recipe |= {**LORA, "lora_r": 64, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
+            recipe["shifted_logits"] = "half"
             if data[0] == "LoRA (emb)":
                 recipe |= {"lora_modules_to_save": ["embed_tokens", "lm_head"], "half_kept": True}
             yield {
@@ -320,7 +346,7 @@ def qwen(folder: Path) -> Iterator[dict[str, object]]:
                 "measured_gib": float(figures[1]), "half_digit_gib": half_digit(figures[1]), "kind": "not said",
                 "recipe": recipe, "shape": SHAPES[size], "longest_tokens": (length, length),
                 "lengths": "inputs of this length, micro-batch 1, accumulation 8", "older": OLD_QWEN,
-                "measured_step_s": float(figures[2]), **({"trainer": THEN} if "half_kept" in recipe else {}),
+                "measured_step_s": float(figures[2]), "trainer": THEN,
             }  # fmt: skip
 
 
@@ -346,6 +372,9 @@ def main() -> None:
         rows.append({**usual, "name": f"axolotl/{path.rpartition('.')[0]}", **row, **shape})
     rows += [*benchmark(options.ms_swift), *qwen(options.qwen)]
     assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        if loaded := kernels(row):
+            row["kernels_bytes"] = loaded
     for begins, why in yaml.safe_load((HERE / "why.yaml").read_text("utf-8")).items():
         for row in rows:
             if str(row["name"]).startswith(begins):

@@ -23,7 +23,7 @@ from autofit.trainers.own_keys import OwnKeys
 from autofit.trainers.rows import with_tokens
 from autofit.trainers.trl_config import TrlConfig
 from experiments.frontends.peaks.rows import Part
-from experiments.frontends.peaks.then import loading
+from experiments.frontends.peaks.then import loading, shift
 
 NAME = "experiments.frontends.peaks.mixed:TRAINER"
 
@@ -34,6 +34,7 @@ class Settings:
 
     sample_tokens: str  # the samples' lengths, in order, with commas between
     weights_alone: bool = False  # as in then.py
+    shifted_logits: str = ""  # as in then.py
 
 
 class Mixed(OwnKeys, HfTrainer):  # type: ignore[misc]
@@ -46,7 +47,9 @@ class Mixed(OwnKeys, HfTrainer):  # type: ignore[misc]
         count = samples_per_step(config) * int(config.training.world_size) * (config.training.max_steps + 1)
         rows = [with_tokens(longest, drawn[place % len(drawn)], first=False) for place in range(count)]
         with random_weights(hf_training), loading(weights_alone=own.weights_alone):
-            return made(config, Dataset.from_list(rows))
+            trainer = made(config, Dataset.from_list(rows))
+        shift(trainer.model, own.shifted_logits)
+        return trainer
 
 
 def draw(parts: Sequence[Part], *, count: int, most: int | None, seed: int = 0) -> tuple[int, ...]:

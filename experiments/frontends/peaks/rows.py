@@ -47,6 +47,7 @@ class Row:
     packed_together: int = 0  # samples that ms-swift packs at a time, and does not pad; 0: each is a row by itself
     measured_step_s: float | None = None
     why: str = ""  # what is known of the difference, found after the prediction
+    kernels_bytes: int = 0  # of all kernels of torch's libraries on the card, under a CUDA that loads them eagerly
     undecided: str = ""  # what decides the figure, and cannot be known; the row has no error
     older: str = ""  # why the run's code is not what is simulated; the row is shown apart
 

@@ -30,6 +30,7 @@ class Settings:
     single_rest: bool = False  # what is not quantised (norms, embeddings, head) is held in float32
     half_kept: bool = False  # trained copies of whole modules have the model's dtype, as adapters had not
     weights_alone: bool = False  # no block for all weights is taken before they are loaded
+    shifted_logits: str = ""  # the loss is of a copy of the logits, made after (float32) or before they become float32
 
 
 class Then(OwnKeys, HfTrainer):  # type: ignore[misc]
@@ -40,6 +41,7 @@ class Then(OwnKeys, HfTrainer):  # type: ignore[misc]
         with loading(weights_alone=own.weights_alone):
             trainer = super().probed(config, worst_case)
         model = trainer.model
+        shift(model, own.shifted_logits)
         for name, parameter in model.named_parameters():
             if own.half_kept and ".modules_to_save." in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -51,6 +53,25 @@ class Then(OwnKeys, HfTrainer):  # type: ignore[misc]
 def loading(*, weights_alone: bool) -> AbstractContextManager[object]:
     """Context in which transformers loads as it did before 4.50, if `weights_alone`."""
     return mock.patch.object(modeling, "caching_allocator_warmup") if weights_alone else nullcontext()
+
+
+def shift(model: Any, dtype: str) -> None:
+    """Give `model` a loss over a copy of the logits less the last token's, as its code of then had; no `dtype`: none.
+
+    transformers before 4.48 copies float32 logits. Qwen's own modeling_qwen.py copies them in the model's dtype, and
+    autocast makes them float32 for the cross-entropy.
+    """
+    if not dtype:
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+        held = logits.float() if dtype == "float32" else logits
+        shifted = held[..., :-1, :].contiguous().view(-1, vocab_size)
+        wanted = labels[..., 1:].contiguous().view(-1)
+        return torch.nn.functional.cross_entropy(shifted, wanted)
+
+    base.loss_function = loss
 
 
 def _quantised(parameter: torch.nn.Parameter) -> bool:
