@@ -139,5 +139,5 @@ def _draw_phases(axes: Any, result: ProbeResult, height: float) -> None:
                 axes.text(place, below[place] + tall / 2, category, ha="center", va="center", fontsize=9, color=_INK)
         below = [b + h for b, h in zip(below, heights, strict=True)]
     for place, each in enumerate(below):
-        axes.text(place, each, f"{each:.1f}\n", ha="center", va="center", fontsize=9, color=_INK)
+        axes.text(place, each, f"{each:.{1 if each >= 1 else 2}f}\n", ha="center", va="center", fontsize=9, color=_INK)
     axes.set(ylabel="GB allocated at the peak of a phase")
