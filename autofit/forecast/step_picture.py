@@ -41,14 +41,14 @@ def memory_figure(result: ProbeResult, limit_bytes: int | None, *, what: str = "
 
     figure = Picture(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    limit = None if limit_bytes is None else limit_bytes / 1e9
     top = max((sum(held.values()) / 1e9 for held in _held(result).values()), default=1.0)
-    is_near = limit is not None and limit < 3 * top
-    height = 1.12 * (max(limit, top) if limit is not None and is_near else top)
+    near = limit_bytes if limit_bytes is not None and limit_bytes / 1e9 < 3 * top else None  # else the bytes are a line
+    height = 1.12 * max(top, (near or 0) / 1e9)
     (_draw_course if result.course else _draw_phases)(axes, result, height)
-    if limit is not None and is_near:
+    if near is not None:
+        limit = near / 1e9
         axes.axhline(limit, color=_LIMIT, linestyle="--", linewidth=1)
-        words = f"limit {format_bytes(limit_bytes)} "
+        words = f"limit {format_bytes(near)} "
         axes.text(1.0, limit, words, color=_LIMIT, ha="right", va="bottom", fontsize=9,
                   transform=axes.get_yaxis_transform())  # fmt: skip
     axes.set(ylim=(0, height))
