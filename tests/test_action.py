@@ -1,4 +1,4 @@
-"""The GitHub Action's script and the pre-commit hook, with a stub for autofit and a server for GitHub."""
+"""The GitHub Action's steps and script and the pre-commit hook, with a stub for autofit and a server for GitHub."""
 
 import json
 import os
@@ -17,6 +17,7 @@ import yaml
 from action import check_recipes
 
 ROOT = Path(__file__).parents[1]
+OWN_PYTHON = sys.executable
 FITS = {"verdict": "fits", "fits": True, "device_used_bytes": 2e10, "capacity_bytes": 4e10, "step_s": 12.34,
         "change": None}  # fmt: skip
 TOO_LARGE = {
@@ -180,6 +181,78 @@ def test_the_action_gives_the_script_each_variable_that_it_reads() -> None:
     assert "inputs." not in step["run"]  # no text of others in the shell's code
     named = {*re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text("utf-8"))}
     assert named == set(action["inputs"])
+
+
+def composite(
+    home: Path, workspace: Path, inputs: dict[str, str], github: dict[str, str]
+) -> list[tuple[str, int, str]]:
+    """The steps of action.yml as GitHub runs them: (name, exit code, output) of each, up to the first that fails.
+
+    `github` is its context, as dotted names. actions/setup-python is the `python` in the folder bin of `home`.
+    """
+    action = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
+    given = {name: str(one.get("default", "")) for name, one in action["inputs"].items()} | inputs
+    known = {f"inputs.{name}": value for name, value in given.items()} | {f"github.{k}": v for k, v in github.items()}
+    env = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(home), "RUNNER_TEMP": str(home / "temp"),
+           "GITHUB_ACTION_PATH": str(ROOT), "GITHUB_REPOSITORY": "o/r", "GITHUB_API_URL": github["api_url"],
+           "GITHUB_OUTPUT": str(home / "output"), "GITHUB_STEP_SUMMARY": str(home / "summary")}  # fmt: skip
+    done = []
+    for step in action["runs"]["steps"]:
+        if "run" not in step:
+            continue
+        own = {
+            key: re.sub(r"\$\{\{ ([\w.-]+) \}\}", lambda found: known[found[1]], value)
+            for key, value in step["env"].items()
+        }
+        (home / "step.sh").write_text(step["run"])
+        shell = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", str(home / "step.sh")]
+        ran = subprocess.run(shell, cwd=workspace, env=env | own, capture_output=True, text=True, check=False)
+        done.append((step["name"], ran.returncode, ran.stdout + ran.stderr))
+        if ran.returncode:
+            break
+    return done
+
+
+PYTHON = """#!/bin/sh
+# Its environments have a pip that notes what it is asked for, and a python whose autofit is the stub.
+mkdir -p "$3/bin" && cp "{folder}/checking" "$3/bin/python" && cp "{folder}/pip" "$3/bin/pip"
+"""
+CHECKING = """#!/bin/sh
+code='import runpy, sys; sys.executable = "{stub}"; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name="__main__")'
+PYTHONPATH="{root}" exec "{python}" -c "$code" "$@"
+"""
+
+
+def test_the_actions_steps_run_in_a_repository_with_a_pull_request(
+    repository: Path, github: tuple[str, list[dict[str, object]], list[str]]
+) -> None:
+    address, comments, _ = github
+    home = repository.parent
+    told = {"folder": home, "stub": home / "autofit", "root": ROOT, "python": OWN_PYTHON}
+    for path, text in (
+        (home / "bin/python", PYTHON),
+        (home / "checking", CHECKING),
+        (home / "pip", '#!/bin/sh\necho "$@" >> "{folder}/installs"\n'),
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.format_map(told))
+        path.chmod(0o755)
+    base = subprocess.run(["git", "rev-parse", "base"], capture_output=True, text=True, check=True).stdout.strip()
+    event = {"event.pull_request.base.sha": base, "event.pull_request.number": "7", "token": "t", "api_url": address}
+    inputs = {"recipes": "recipes/*.yaml", "gpu": "a100-40gb", "options": "--prompt-tokens 512"}
+    steps = composite(home, repository, inputs, event)
+    assert [(name, code) for name, code, _ in steps] == [("Install autofit", 0), ("Check the recipes", 1)], steps
+    of_torch, of_autofit = (home / "installs").read_text().splitlines()
+    assert re.search(r"--index-url https://download\.pytorch\.org/whl/cpu .* torch==[\d.]+$", of_torch)
+    assert of_autofit.endswith(str(ROOT))
+    assert len(comments) == 121
+    assert "| `recipes/large one.yaml` | :x: does not fit |" in str(comments[120]["body"])
+    assert (home / "output").read_text() == "fits=false\n"
+    (repository / "recipes/large one.yaml").unlink()
+    commit()
+    assert [code for _, code, _ in composite(home, repository, inputs, event)] == [0, 0]
+    assert len(comments) == 121
+    assert (home / "output").read_text() == "fits=false\nfits=true\n"
 
 
 def test_the_hook_checks_each_file_and_ends_with_the_worst_code(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from autofit.commands.common import DONE, NOTHING_FITS, ended
 from autofit.errors import ConfigError, Interrupted, told
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import write_json
-from autofit.forecast import estimate
+from autofit.forecast import estimate, step_picture
 from autofit.forecast.advice import Advice, Ending, advice_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import Estimator, crash_of, step_of_longest
@@ -131,12 +131,12 @@ def test_a_predicted_winner_of_a_search_that_is_tight_says_so_and_how_to_search_
 
 def test_the_picture_is_in_the_order_of_a_step_in_the_pages_colours_and_names_stand_in_its_bars() -> None:
     page = (Path(estimate.__file__).parents[1] / "web/page/page.css").read_text("utf-8")
-    assert all(colour in page for colour in estimate._COLOURS.values())
+    assert all(colour in page for colour in step_picture._COLOURS.values())
     held = {"load": {"weights": 16 * GB}, "update": {"weights": 16 * GB, "gradients": 1}, "rollout": {"KV cache": GB}}
     phases = tuple(replace(result(GB).phases[0], name=name) for name in held)
     of_all = replace(result(GB), phases=phases, categories=held, rollout_s=(0.0,))
     assert list(estimate.estimate_table(of_all, 20 * GB)[0].columns[0].cells) == ["load", "rollout", "update"]
-    axes = estimate.memory_figure(of_all, 20 * GB).axes[0]
+    axes = step_picture.memory_figure(of_all, 20 * GB).axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["load", "rollout", "update"]
     words = [text.get_text().strip() for text in axes.texts]
     assert words == ["weights", "weights", "KV cache", "16.0", "1.0", "16.0", "limit 20.00 GB"]
@@ -147,7 +147,7 @@ def test_the_picture_of_a_step_names_its_areas_and_phases_and_its_peak() -> None
     live = {"weights": [16 * 953.7] * 100, "activations": [0.0] * 40 + [8 * 953.7] * 60, "gradients": [1.0] * 100}
     course = {"live": live, "phases": [["rollout", 0, 2.0], ["update", 40, 1.0], ["update", 70, 1.0]]}
     held = {"update": {"weights": 16 * GB, "activations": 8 * GB, "gradients": GB // 1000}}
-    axes = estimate.memory_figure(replace(result(GB), categories=held, course=course), 20 * GB).axes[0]
+    axes = step_picture.memory_figure(replace(result(GB), categories=held, course=course), 20 * GB).axes[0]
     words = [text.get_text().strip() for text in axes.texts]
     assert words == ["weights", "activations", "24.0 GB", "rollout\n2.00 s", "update\n2.00 s", "limit 20.00 GB"]
     x, y = axes.texts[1].get_position()

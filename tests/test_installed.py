@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,16 +38,28 @@ def run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
+def copied() -> list[str]:
+    """The files and folders of the repository from which the image of `spaces/` installs autofit."""
+    lines = re.findall(r"^COPY (.*) \S+$", (ROOT / "spaces/Dockerfile").read_text("utf-8"), re.MULTILINE)
+    return [name for line in lines for name in line.split()]
+
+
+def test_a_space_is_given_all_that_its_image_copies() -> None:
+    (given,) = re.findall(r"^cp -r (.*) space/$", (ROOT / "spaces/README.md").read_text("utf-8"), re.MULTILINE)
+    assert {*given.split()} == {*copied(), "spaces/README.md", "spaces/Dockerfile"} - {"README.md"}  # its own README
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of a virtual environment that has autofit from its wheel, and every other package from here."""
     home = tmp_path_factory.mktemp("wheel")
     source = home / "source"
     source.mkdir()
-    for name in ("autofit", "trainers", "search_spaces"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    for name in copied():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
     build = [
         sys.executable,
         "-m",

@@ -190,10 +190,16 @@ def test_the_pages_show_it_in_a_real_browser(folder: Path, ui: Ui) -> None:
         for text in ("promised", "actual", "promised_step_s", "actual_step_s"):
             expect(page.get_by_text(text, exact=True).first).to_be_visible(timeout=_WAIT_MS)
         take(page, "full-run")
+        page.goto(ui.address + run_path(experiment, full_run, "artifacts/step.svg"))
+        expect(page.get_by_role("img", name="step.svg").first).to_be_visible(timeout=_WAIT_MS)
+        take(page, "full-run-step")
         assert found.summary is not None
         page.goto(ui.address + found.summary)
         expect(page.get_by_role("img", name="front.png").first).to_be_visible(timeout=_WAIT_MS)
         take(page, "front")
+        page.get_by_text("step.svg", exact=True).first.click()
+        expect(page.get_by_role("img", name="step.svg").first).to_be_visible(timeout=_WAIT_MS)
+        take(page, "step")
 
 
 @pytest.mark.slow

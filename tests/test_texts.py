@@ -18,7 +18,8 @@ INSTALLED = re.compile(r"(?<!un)install\s+(?:-\S+\s+)*[`'\"]*autofit(?![\w./-])"
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    for name in (*PAGES, "noxfile.py", "pyproject.toml", *FOLDERS, "docs", "skills"):
+    more = ("noxfile.py", "pyproject.toml", "docs", "skills", "spaces", "action", "fakegpu-torch")
+    for name in (*PAGES, *more, *FOLDERS):
         found = ROOT / name
         for path in [found] if found.is_file() else sorted(found.rglob("*")):
             if path.suffix in (".py", ".md", ".toml", ".yaml") and path.name not in HISTORY and path.is_file():

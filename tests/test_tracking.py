@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from autofit.files import write_json
 from autofit.tracking import follower
 from autofit.tracking.follower import following, keep_mirrored, told_of
 from autofit.tracking.runs import client, experiment_id
+from autofit.tracking.step_plot import write_step
 from autofit.tracking.study_mirror import _sync, sync
+from autofit.tuning.record import record_of
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study, trials_of
 
@@ -67,7 +70,28 @@ def test_every_trial_is_a_top_level_run_equal_to_optunas_and_the_summary_has_art
     summary = [r for r in api.search_runs([experiment_id(api, folder, "law")]) if "autofit.trial" not in r.data.tags]
     assert len(summary) == 1
     names = {a.path for a in api.list_artifacts(summary[0].info.run_id)}
-    assert names == {"front.png", "summary.json", "summary.md"}
+    assert names == {"front.png", "step.png", "step.svg", "summary.json", "summary.md"}
+
+
+def test_a_step_is_drawn_as_it_came_and_went_where_its_probe_told_it_and_by_its_peaks_where_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    study = load_study(folder, "law")
+    trial = next(t for t in trials_of(study) if t.fits)
+    assert trial.result is not None
+    drawn = {}
+    for name, course in (("told", {"live": {"weights": [90.0, 95.0]}, "phases": [["update", 0, 1.0]]}), ("not", {})):
+        probe = tmp_path / name / f"trial-{trial.number:04d}-1"
+        answer = replace(trial.result, course=course, categories={"update": {"weights": 10**8}} if course else {})
+        write_json(probe / "answer.json", answer.to_json())
+        (tmp_path / f"{name}-files").mkdir()
+        files = write_step(trial, record_of(study), probes=tmp_path / name, into=tmp_path / f"{name}-files")
+        assert [path.name for path in files] == ["step.png", "step.svg"]
+        drawn[name] = files[1].read_text("utf-8")
+    assert "allocations and frees of one step" in drawn["told"]
+    assert "GB allocated at the peak of a phase" in drawn["not"]
+    unknown = replace(trial, result=replace(trial.result, phases=()))
+    assert write_step(unknown, record_of(study), probes=tmp_path, into=tmp_path) == []
 
 
 def test_mirrored_again_or_after_a_kill_in_the_middle_nothing_is_doubled(folder: Path) -> None:

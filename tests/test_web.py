@@ -5,6 +5,8 @@ import http.client
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -585,6 +587,19 @@ def test_another_address_than_this_machines_needs_the_flag_of_strangers() -> Non
         with pytest.raises(ConfigError):
             _check(parser().parse_args(["web", *wrong]))
     assert PUBLIC.at_once <= 2
+
+
+def test_a_simulation_that_does_not_start_ends_the_command_with_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said "ready", and each question was told to ask again."""
+    broken = [sys.executable, "-c", "import sys; sys.exit('ImportError: undefined symbol: _PyModule_Add')"]
+    popen = subprocess.Popen
+    monkeypatch.setattr("autofit.web.simulator.subprocess.Popen", lambda _, **how: popen(broken, **how))
+    assert main(["web", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "ready" not in said
+    assert "the simulation does not start; it printed last: ImportError: undefined symbol: _PyModule_Add" in said
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,10 @@ from autofit.api.tables import Shown
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
 from autofit.files import Scratch
 from autofit.forecast.advice import Advice, Ending, advice_lines, float32_words, then_lines
-from autofit.forecast.estimate import Estimator, estimate_json, estimate_table, memory_figure
+from autofit.forecast.estimate import Estimator, estimate_json, estimate_table
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
 from autofit.forecast.margin import care_lines, is_tight
+from autofit.forecast.step_picture import memory_figure
 from autofit.forecast.typical import Typical, longest_tokens, typical
 from autofit.frontends.writing import changed
 from autofit.hardware.hardware import Device, about_choice, choose_device_and_target

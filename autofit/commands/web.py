@@ -7,7 +7,7 @@ import webbrowser
 from typing import TYPE_CHECKING
 
 from autofit.commands.common import DONE, NOTHING_FITS, say, show_line, terminate_like_interrupt
-from autofit.errors import ConfigError, quoted
+from autofit.errors import ConfigError, EnvironmentFault, quoted
 from autofit.probing import kept_place, kept_server
 from autofit.units import format_seconds
 
@@ -57,7 +57,8 @@ def web(options: argparse.Namespace) -> int:
             print(address, flush=True)
             if options.open:
                 webbrowser.open(address)
-            simulator.is_ready()
+            if not simulator.is_ready():
+                raise EnvironmentFault(f"the simulation does not start{simulator.last_words}")
             say("ready; Ctrl-C stops it")
             if options.public:
                 server.prepare(one.question for one in examples())

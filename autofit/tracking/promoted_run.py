@@ -5,6 +5,7 @@ that repeated steps, or the loss of MLflow's database.
 """
 
 import re
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,10 @@ from autofit.tracking.runs import (
     with_gb,
     with_launch,
 )
+from autofit.tracking.step_plot import NAMES, write_step
+from autofit.tuning.frontier import Trial
 from autofit.tuning.locks import exclusive
-from autofit.tuning.record import record_of
+from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.study import load_study, trials_of
 from autofit.watching.contract import Row, contract_of
 from autofit.watching.events import EVENTS, Kind, RunEvent, events_of, read_progress
@@ -183,8 +186,18 @@ class RunMirror:
             if trial.number == number:  # its knobs, under the names that trials have
                 values |= trial_params(trial, record_of(found).resolved)
                 tags |= {TIER: trial.tier, _TRIAL_RUN: "".join(trial_run_ids(api, self._study_folder, study, [number]))}
+                self._draw_step(api, trial, record_of(found))
         log_params(api, self._run_id, {key: value for key, value in values.items() if key not in run.data.params})
         api.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items() if value])
+
+    def _draw_step(self, api: Any, trial: Trial, record: StudyRecord) -> None:
+        """Log the picture of the trial's step, once."""
+        if any(file.path in NAMES for file in api.list_artifacts(self._run_id)):
+            return
+        probes = self._study_folder / "probes" / str(self._request["study"])
+        with tempfile.TemporaryDirectory() as temporary:
+            for path in write_step(trial, record, probes=probes, into=Path(temporary)):
+                api.log_artifact(self._run_id, str(path))
 
     def _who(self) -> dict[str, str]:
         return {STUDY: str(self._request["study"]), TRIAL: str(self._request["trial"]), KIND: "promoted"}

@@ -43,6 +43,7 @@ from autofit.tracking.runs import (
     tracking_errors,
     trial_run_ids,
 )
+from autofit.tracking.step_plot import write_step
 from autofit.tracking.ui import view_tags
 from autofit.tuning.frontier import Trial, baseline, common_front, winner
 from autofit.tuning.locks import exclusive
@@ -57,11 +58,16 @@ from autofit.tuning.study import (
 )
 from autofit.units import format_bytes
 
+_WINNER = "autofit.winner"
+
 
 def mirror_summary(
-    api: Any, experiment: str, study_name: str, record: StudyRecord, trials: list[Trial], run: Run | None
+    api: Any, experiment: str, study_name: str, record: StudyRecord, trials: list[Trial], run: Run | None, probes: Path
 ) -> None:
-    """Bring the study's own run, the roles of its trials and the saved views up to date, if a trial was added."""
+    """Bring the study's own run, the roles of its trials and the saved views up to date, if a trial was added.
+
+    The study's folder of `probes` has how the memory of the winner's step came and went.
+    """
     finished = [t for t in trials if t.result is not None]
     if not finished:
         return
@@ -76,6 +82,11 @@ def mirror_summary(
     shown = [t for t in finished if t.number in roles]
     for key, value in view_tags(finished, shown, record.resolved, run.info.start_time).items():
         api.set_experiment_tag(experiment, key, value)
+    best = winner(trials, **record.rule)
+    if best is not None and run.data.tags.get(_WINNER) != str(best.number):
+        with tempfile.TemporaryDirectory() as temporary:
+            for path in write_step(best, record, probes=probes, into=Path(temporary)):
+                api.log_artifact(run.info.run_id, str(path))
     _write(api, run.info.run_id, study_name, record, trials)
     for key, value in state.items():
         api.set_tag(run.info.run_id, key, value)
@@ -120,7 +131,7 @@ def _write(api: Any, run_id: str, study_name: str, record: StudyRecord, trials: 
     note += f", target {format_bytes(target)}" if target else ""
     note += f"\n\n{sure}" if sure else ""
     api.set_tag(run_id, "mlflow.note.content", note)
-    api.set_tag(run_id, "autofit.winner", "" if best is None else str(best.number))
+    api.set_tag(run_id, _WINNER, "" if best is None else str(best.number))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "summary.md").write_text(note + "\n")
@@ -196,7 +207,8 @@ def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuil
             sure = how_confirmed(trial)
             if sure is not None and sure != known.data.tags.get(CONFIRMED):
                 mirror_confirmation(api, known.info.run_id, trial, sure)
-        mirror_summary(api, experiment, study.study_name, record, trials, runs.get("summary"))
+        probes = folder / "probes" / study.study_name
+        mirror_summary(api, experiment, study.study_name, record, trials, runs.get("summary"), probes)
         mirrored.update(new)
     return len(finished)
 

@@ -18,6 +18,7 @@ from typing import cast
 from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
 from autofit.files import Scratch
 from autofit.probing.fork_server import ForkServer, ServerGone, call
+from autofit.probing.prepare import last_words
 from autofit.probing.supervise import ProcessEnding, computing_env
 
 # -- one question to the page's server, and how many of them one address and all may ask ------------------------------
@@ -270,6 +271,11 @@ class Simulator:
     def is_ready(self) -> bool:
         """Whether the libraries are loaded; waits until they are."""
         return self._server.is_ready()
+
+    @property
+    def last_words(self) -> str:
+        """What its server printed last, as `; it printed last: "..."`; "" for nothing."""
+        return last_words(self.home / "server.log")
 
     def answer(self, question: Question) -> Generator[Line | None, None, None]:
         """The lines of the answer as they are found, and None every second without one. Closing it ends the answer."""
