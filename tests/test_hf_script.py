@@ -138,6 +138,15 @@ def test_a_script_with_options_of_its_own_is_read_as_without_any(loop: str, valu
     assert (told in found.notes) == (told in explain(path).notes) == loop.startswith("while")
 
 
+def test_the_text_of_a_here_document_is_no_command(tmp_path: Path) -> None:
+    """A quote in it hid the training behind it."""
+    text = "python - <<'PY'\nx = \"it's\nPY\ncat <<-EOF > a\n\tpython a.py --model_name_or_path x\n\tEOF\ncat <<< a\n"
+    found = read(script(tmp_path, f"{text}python finetune.py {ARGUMENTS}\n"))
+    assert found is not None
+    assert found.values["model_name_or_path"] == "Qwen/Qwen2.5-7B-Instruct"
+    assert not any("the first is read" in note for note in found.notes)
+
+
 FINETUNE = """
 @dataclass
 class LoraArguments:

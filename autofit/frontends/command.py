@@ -30,6 +30,7 @@ ASKS_FOR_NPUS = re.compile(
 )
 _OF_NOTEBOOK = re.compile(r"(?m)^%%\w+[^\n]*$|^[ \t]*(?:!|\$ )[ \t]*(?=[\w/.])")  # and a terminal's prompt
 _LOST = re.compile(r"(?m)^((?![ \t]*#)(?:(?!\s#)[^\n])*[^\s\\][ \t]*)\n(?=[ \t]*--[A-Za-z])")
+_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")  # a here-document, by its last line
 _SEPARATORS = ";&|\n)"
 _RUNNERS = {
     (tool, "run") for tool in ("uv", "poetry", "pipenv", "pdm", "hatch", "pixi", "conda", "mamba", "micromamba")
@@ -280,6 +281,7 @@ class _Scanner:
         words: list[str] = []
         word: str | None = None
         separators, end = "", 0
+        here: str | None = None  # the last line of a here-document that begins on the next line
         while self.at < len(self.text):
             char = self.text[self.at]
             if (new := self._longer(word)) is not None:
@@ -293,12 +295,16 @@ class _Scanner:
                     word, end = None, self.at
                 if char in "<>":
                     words.append(char)
+                    if not self.text.startswith("<<<", self.at) and (found := _HERE.match(self.text, self.at)):
+                        here, self.at = found[2], found.end() - 1
                     self.at += self.text.startswith("&", self.at + 1)  # 2>&1: no end of the statement
                 if char in _SEPARATORS and words:
                     self.end, self.after, separators = end, separators, ""
                     yield _without_redirections(words)
                     words = []
                 self.at += 1
+                if char == "\n" and here is not None:
+                    self.at, here = self._behind_document(here), None
                 if char in _SEPARATORS:
                     separators += char
                     self.start = self.at
@@ -308,6 +314,11 @@ class _Scanner:
         self.end, self.after = end, separators
         if words:
             yield _without_redirections(words)
+
+    def _behind_document(self, last_line: str) -> int:
+        """Where a here-document that begins here ends; here, where it does not."""
+        found = re.compile(rf"(?m)^[ \t]*{last_line}[ \t]*$").search(self.text, self.at)
+        return self.at if found is None else found.end()
 
     def _longer(self, word: str | None) -> tuple[str | None] | None:
         """(the word with what comes next,), of which comments and continued lines are nothing; None where it ends."""
