@@ -402,7 +402,7 @@ _UPDATED = (
 )  # fmt: skip
 
 
-def _read_by(settings: Settings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+def read_by(settings: Settings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
     """The keys that each phase reads; none where the engine never sleeps, so that each phase holds its share."""
     if not settings.free_cache_engine:
         return {}
@@ -474,7 +474,7 @@ class VerlTrainer(LoopTrainer):
         return replace(
             facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
             model_parameters=parameters, weights_bytes=parameters * itemsize,
-            resolved=asdict(settings), version=verl_recipe.VERSION, read_by=_read_by(settings),
+            resolved=asdict(settings), version=verl_recipe.VERSION, read_by=read_by(settings),
             notes=(*facts.notes, *((cut,) if cut else ())),
             left_out={"use_fused_kernels": SHARDED_HEAD} if alone else {},
         )  # fmt: skip

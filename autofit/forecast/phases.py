@@ -1,9 +1,10 @@
 """Predictions of every candidate from phases that are visited one by one (autofit.forecast.visiting).
 
 For trainers whose `Facts.read_by` says which keys each phase reads. A phase is simulated with the recipe's own values
-and with each other value of a group of keys that it reads, so that some forty phases predict 10^5 candidates: what two
-groups do to a phase's bytes and seconds adds up. Of sizes with a memory order, those between two that are visited lie
-on a line between them. A candidate takes the most bytes of its phases, and the sum of their seconds.
+and with each other value of a group of keys that it reads, so that some fifty phases predict 10^5 candidates: what two
+groups do to a phase's bytes and seconds adds up. Of many sizes with a memory order a few are visited, and the others
+lie on a line through two of them; a smaller one than these needs as much as the smallest. A candidate takes the most
+bytes of its phases, and the sum of their seconds.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 _DEADLINE_S = 600.0
 _FEW = 7  # sizes that are all visited
-_WIDEST = 4.0  # the most by which a size may be larger than the next smaller one that is visited
+_STEP, _MOST = 4.0, 4  # else how much larger each is than the one before, and the most that are visited
 Stop = tuple[str, Candidate]  # a phase, and the candidate with whose recipe it is visited
 
 
@@ -208,7 +209,8 @@ def _changed(
         size, low, high = sizes
         part = (size - low) / (high - low)
         line = [(1 - part) * a + part * b for a, b in ((told[0][0], told[1][0]), (low * told[0][1], high * told[1][1]))]
-        found.append((told[0][0] - bytes_, line[0] - bytes_, line[1] / size - seconds))
+        sure = -math.inf if size < low else told[1][0] if size > high else told[0][0]
+        found.append((sure - bytes_, max(line[0], told[0][0]) - bytes_, line[1] / size - seconds))
     columns = np.array(found).reshape(-1, 3).T
     return columns[0], columns[1], columns[2]
 
@@ -228,26 +230,25 @@ def _combined(columns: Sequence[tuple[Ints, tuple[Value, ...]]]) -> tuple[Ints, 
 
 
 def _few(size: Mapping[int, float], *, own: float) -> list[float]:
-    """The sizes to visit: a few all; else the smallest, the largest, the recipe's own, and steps below `_WIDEST`."""
+    """The sizes to visit: a few all; else the recipe's own, and some around it in steps of about `_STEP`."""
     every = sorted(set(size.values()))
     if len(every) <= _FEW:
         return every
-    kept = {s for s in every if s in (every[0], every[-1], own)} if every else set()
-    last = math.inf
-    for each, following in zip(every, [*every[1:], math.inf], strict=True):
-        if each in kept or following > _WIDEST * last:
-            kept.add(each)
-            last = each
-    return sorted(kept)
+    start = min(every, key=lambda s: abs(math.log(s / own)))
+    kept = [max((s for s in every if s * _STEP <= start), default=every[0]), start]
+    while len(kept) < _MOST and kept[-1] < every[-1]:
+        kept.append(min((s for s in every if s >= _STEP * kept[-1]), default=every[-1]))
+    return sorted(set(kept))
 
 
 def _around(size: Mapping[int, float], kept: Sequence[float], number: int) -> tuple[int, ...]:
-    """Combination `number` itself if its size is one of `kept`; else those of the next smaller and larger one."""
+    """Combination `number` itself if its size is one of `kept`; else the two of them around it, or nearest to it."""
     own = size[number]
-    if own in kept:
+    if own in kept or len(kept) < 2:
         return (number,)
     of = {s: n for n, s in size.items()}
-    return of[max(s for s in kept if s < own)], of[min(s for s in kept if s > own)]
+    above = min(max(1, sum(s < own for s in kept)), len(kept) - 1)
+    return of[kept[above - 1]], of[kept[above]]
 
 
 # -- made in the fork server, kept on disk ----------------------------------------------------------------------------

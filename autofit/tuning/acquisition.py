@@ -328,6 +328,8 @@ class _Stage:
         known = [
             o for o in self._rivals if (o.device_used_bytes or 0.0) <= aim and math.log(o.step_s or 1.0) <= as_fast
         ]
+        if self._model.sure and (known or not at_edge):  # what a probe keeps beyond its need is not predicted
+            return found
         if known:  # it wins already; another one would have to be leaner than the leanest
             aim = min(aim, (1 - LEANER_FRAC) * min(o.device_used_bytes or 0.0 for o in known))
         able = np.flatnonzero((step <= as_fast) & (used <= math.log(max(1.0, aim))))
