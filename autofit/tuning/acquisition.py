@@ -345,15 +345,17 @@ class _Stage:
         model = self._model
         sample = places[:: max(1, len(places) // 64)]
         step = model.log_step[places] + float(np.median(model.log_step_at(sample)[0] - model.log_step[sample]))
-        used = model.log_used[places] + float(np.median(model.used.mean_at(sample)))
+        used, guess = model.log_used[places], _SURE if model.sure else _GUESS
+        if not model.sure:
+            used = used + float(np.median(model.used.mean_at(sample)))
         reference = self._points[:, 0].min() if len(self._points) else float(np.median(step))
-        promise = expected_gain(reference, step, np.full(len(places), _GUESS))
+        promise = expected_gain(reference, step, np.full(len(places), guess))
         if self._target is not None and model.predicted:
             most = math.log(self._band[1] if self._for_band else self._target)
-            promise = promise * probability_below(most, used, np.full(len(places), _GUESS))
+            promise = promise * probability_below(most, used, np.full(len(places), guess))
             if self._for_band:
                 low = math.log(self._band[0])
-                promise = promise * (1 - probability_below(low, used, np.full(len(places), _GUESS)))
+                promise = promise * (1 - probability_below(low, used, np.full(len(places), guess)))
         chosen = np.argpartition(-promise, _POOL)[:_POOL]
         if self._best_place is not None:
             codes = self._grid.codes
