@@ -134,7 +134,8 @@ class Engine:
         ranks = torch.distributed.get_world_size()
         mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
         self._ulysses = Ulysses(sharers) if sharers > 1 else None
-        self._plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        whole: Any = model
+        self._plain: Any = whole.get_base_model() if hasattr(model, "get_base_model") else model
         wrap = self._flat if version == 1 else self._fully
         self.module = wrap(model, mesh, reshards=reshards, prefetches=prefetches)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -201,7 +202,7 @@ class Engine:
         if fused != self._fused:
             fuse_head(self._plain) if fused else unfuse_head(self._plain)
         self._fused, self._defers_sync = fused, defers_sync
-        model: Any = self._plain
+        model = self._plain
         if checkpoints != model.is_gradient_checkpointing:
             if checkpoints:
                 checkpointed(model)

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 
 from autofit.files import Scratch, write_json, written_json
-from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, Visits, WorstCase
+from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, VisitedTrainer, Visits, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
 from autofit.probing.simulated import SimMemory, Stretch, layers_alike, needs_all_layers
 from autofit.probing.supervise import shared_out
-from autofit.recipe.launch import Launch, split
+from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened
 
 Row = Sequence[tuple[str, Mapping[str, object]]]  # (phase, recipe) of each visit
@@ -74,7 +74,7 @@ class Tour:
         return {**told[0], "series": [rows[place] for place in range(len(series))]}
 
     def _part(self, series: Sequence[Row], limit_bytes: int | None) -> dict[str, Any]:
-        trainer, launch, values = load(self._trainer), Launch.of(self._values), split(self._values)[1]
+        trainer, (launch, values) = cast(VisitedTrainer, load(self._trainer)), split(self._values)
         memory = SimMemory(self._device, None)
         pattern = None if needs_all_layers(self._values) else layers_alike(self._values)
         card = memory.card(pattern=pattern)

@@ -374,6 +374,14 @@ class Trainer(Protocol):
         ...
 
 
+class VisitedTrainer(Trainer, Protocol):
+    """A trainer whose `Facts` have `read_by`."""
+
+    def visits(self, values: Mapping[str, object], task: Task, report: Report) -> Visits:
+        """The phases of the recipe `values`, after a whole step that is told to `report`."""
+        ...
+
+
 _ATTENTION = ("sdpa", "eager")
 
 
