@@ -103,7 +103,7 @@ class VerlLoop(Loop):
         self._sends_adapters = bool(settings.lora_rank) and not settings.lora_merge
         self._base_is_there = not self._sends_adapters or "dummy" not in settings.load_format
         self._engine, self._law_at_work = None if law is None else _started(law, self._actor), law
-        self._sleep()
+        self.sleep()
         self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
 
     def take(self, settings: Settings) -> None:
@@ -128,7 +128,7 @@ class VerlLoop(Loop):
             self._engine.end()
             self._law_at_work = None
             self._engine, self._law_at_work = _started(law, self._actor), law
-            self._sleep()
+            self.sleep()
 
     # ------------------------------------------------------------------ vLLM
     def _law(self) -> VllmEngine | None:
@@ -155,9 +155,15 @@ class VerlLoop(Loop):
             static_share=by_sglang, keeps_weights=by_sglang and bool(adapters),
         )  # fmt: skip
 
-    def _sleep(self) -> None:
+    def sleep(self) -> None:
+        """Let the engine hold nothing but what it keeps between two generations."""
         if self._engine is not None and self._settings.free_cache_engine:
             self._engine.sleep(level=2)
+
+    def wake_up(self) -> None:
+        """Let the engine have its weights."""
+        if self._engine is not None and self._settings.free_cache_engine:
+            self._engine.wake_up(tags=["weights"])
 
     def _synchronise(self) -> None:
         """Give the weights to the engine, which wakes up for them (engine_workers.py, update_weights).
@@ -168,8 +174,7 @@ class VerlLoop(Loop):
         if engine is None:
             return
         empty_cache()
-        if settings.free_cache_engine:
-            engine.wake_up(tags=["weights"])
+        self.wake_up()
         staged = settings.param_offload and (actor.version == 1 or bool(settings.lora_rank))
         if staged:
             actor.load_model()
@@ -207,7 +212,7 @@ class VerlLoop(Loop):
         asked: Any = SimpleNamespace(max_tokens=settings.max_response_length, logprobs=1)
         served = max(1, settings.generated * settings.tensor_model_parallel_size // self._sharers)
         self._engine.generate(prompts * served, asked)
-        self._sleep()
+        self.sleep()
         if settings.bypass_mode:
             empty_cache()
 
@@ -374,6 +379,7 @@ class VerlVisits:
 
     def take(self, values: Mapping[str, object]) -> None:
         """Go on with the recipe `values`."""
+        self._loop.sleep()  # after a synchronisation the engine waits for prompts
         self._loop.take(self._settings(values))
 
     def visit(self, phase: str, report: Report) -> None:
@@ -384,6 +390,8 @@ class VerlVisits:
             report.enter(UPDATE)
             loop.train(loop.begin_update(), report)
         elif (begun := loop.before_update().get(phase)) is not None:
+            if phase == ROLLOUT:
+                loop.wake_up()
             report.enter(phase)
             begun()
             if phase == LOADING:
