@@ -301,8 +301,13 @@ def toured(
         return Toured(reason=f"the phases were not simulated: {answer['error']}")
     found = cast("list[list[dict[str, Any] | None]]", answer["series"])
     stops = [stop for row in series for stop in row]
+    visited = {s: _read(each) for s, each in zip(stops, (v for row in found for v in row), strict=True) if each}
+    short = [phase for phase in itinerary.groups
+             if not visited.get((phase, space.baseline), Visited(refused=True)).phases]  # fmt: skip
+    if short:
+        return Toured(reason=f"{', '.join(short)} did not run by itself with the recipe's own values")
     return Toured(
-        visited={s: _read(each) for s, each in zip(stops, (v for row in found for v in row), strict=True) if each},
+        visited=visited,
         outside_bytes=int(str(answer["outside_bytes"])), share=float(str(answer["share"])),
     )  # fmt: skip
 
