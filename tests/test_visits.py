@@ -102,7 +102,7 @@ def test_a_candidate_has_the_most_bytes_of_its_phases_and_the_sum_of_their_secon
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_model(tmp_path_factory.mktemp("model"), hidden=64, layers=8)
+    return tiny.write_model(tmp_path_factory.mktemp("model"), hidden=256, layers=8)  # 10 MB for an engine
 
 
 @pytest.mark.slow
@@ -136,8 +136,10 @@ def test_composed_predictions_are_what_whole_simulations_say(
         direct = simulated(tmp_path / str(place), merge(space.recipe.values, space.yaml_changes(candidate)), worst_case)
         outside = direct.phases[0].device_used_bytes - direct.phases[0].peak_reserved_bytes
         needed = outside + max(p.peak_allocated_bytes for p in direct.phases if p.name != "load")
-        assert found.device_used_bytes[place] == pytest.approx(needed, abs=1 << 16), space.changes(candidate)
-        assert found.step_s[place] == pytest.approx(direct.step_s[0], rel=2e-3), space.changes(candidate)
+        # a block of the allocator is up to 1 MiB larger than its tensor
+        assert found.device_used_bytes[place] == pytest.approx(needed, abs=3 << 19), space.changes(candidate)
+        # in a whole step a phase begins while the card still works on the one before: up to 0.4 % of these short steps
+        assert found.step_s[place] == pytest.approx(direct.step_s[0], rel=5e-3), space.changes(candidate)
 
 
 def simulated(folder: Path, values: Mapping[str, object], worst_case: WorstCase) -> ProbeResult:

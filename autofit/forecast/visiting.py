@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from autofit.fakegpu.depth.stack import LongerPatternError
 from autofit.files import Scratch, write_json, written_json
 from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, VisitedTrainer, Visits, WorstCase
 from autofit.plugin.ranks import simulated_rank
@@ -74,9 +75,16 @@ class Tour:
         return {**told[0], "series": [rows[place] for place in range(len(series))]}
 
     def _part(self, series: Sequence[Row], limit_bytes: int | None) -> dict[str, Any]:
+        if needs_all_layers(self._values):
+            return self._on_card(series, limit_bytes, pattern=None)
+        try:
+            return self._on_card(series, limit_bytes, pattern=layers_alike(self._values))
+        except LongerPatternError:
+            return self._on_card(series, limit_bytes, pattern=2)
+
+    def _on_card(self, series: Sequence[Row], limit_bytes: int | None, *, pattern: int | None) -> dict[str, Any]:
         trainer, (launch, values) = cast(VisitedTrainer, load(self._trainer)), split(self._values)
         memory = SimMemory(self._device, None)
-        pattern = None if needs_all_layers(self._values) else layers_alike(self._values)
         card = memory.card(pattern=pattern)
         with simulated_rank(launch, 0, device=self._device), card, Scratch("visits-") as folder:
             task = Task(device=self._device, output=folder, worst_case=WorstCase(path=self._worst_case), steps=1)
