@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from recipes import grpo_recipe
 import autofit.space.narrow
 from autofit.api.planning import _check_target
 from autofit.errors import ConfigError
+from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe, merge, tuned_yaml
 from autofit.space.knob import Knob, load_space, read_space
 from autofit.space.space import Space
@@ -262,6 +264,21 @@ def test_a_target_may_be_below_the_weights_where_a_candidate_has_fewer_bits() ->
         with pytest.raises(ConfigError, match="must hold at least the model's weights") as told:
             _check_target(space, least - 1)
         assert ("or load them in 4 bits (--allow recipe)" in str(told.value)) == (lora and least > 530)
+
+
+def test_a_target_holds_a_cards_share_of_sharded_weights() -> None:
+    """A search of verl's 32B script on 16 H100 was refused: it counted 131 GB of weights for each card."""
+    made = recipe()
+    facts = {n: getattr(made, n) for n in Recipe.__dataclass_fields__}
+    for sharding, offload, least in (("fsdp1", "none", 1000), ("zero3", "parameters", 0), ("ddp", "none", 4000)):
+        launch = Launch(ranks=4, sharding=cast(Any, sharding), offload=cast(Any, offload))
+        space = full(
+            Recipe(**{**facts, "model_parameters": 1000, "weights_bytes": 4000, "launch": launch}), allow="neutral"
+        )
+        _check_target(space, least)
+        if least:
+            with pytest.raises(ConfigError, match="a card's share, of 4" if least == 1000 else "the model's weights"):
+                _check_target(space, least - 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ share of the card (`autofit.fakegpu.engines.vllm`). Read in verl at commit 1dda0
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -87,7 +87,8 @@ class VerlLoop(Loop):
             sharers = settings.ref_ulysses_sequence_parallel_size
             self._reference = Engine(made, forward_only=True, sharers=sharers, dtype=torch.bfloat16, **common)
         actor = random_model(settings, model, dtype=settings.model_dtype, lora=bool(settings.lora_rank))
-        law = self._law(actor)
+        self._actor, self._actor_bytes = inner(actor), weights_bytes(inner(actor))
+        law = self._law()
         self._sharers = settings.ulysses_sequence_parallel_size
         self.actor = Engine(
             actor, defers_sync=settings.use_no_sync_for_gradient_accumulation, sharers=self._sharers,
@@ -101,11 +102,36 @@ class VerlLoop(Loop):
         self._critic = Critic(settings, critic, setup.device) if settings.critic else None
         self._sends_adapters = bool(settings.lora_rank) and not settings.lora_merge
         self._base_is_there = not self._sends_adapters or "dummy" not in settings.load_format
-        self._engine = None if law is None else _started(law, actor)
-        self._sleep()
+        self._engine, self._law_at_work = None if law is None else _started(law, self._actor), law
+        self.sleep()
+        self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
+
+    def take(self, settings: Settings) -> None:
+        """Go on with other sizes, offloads, ways to compute and another engine, between two steps.
+
+        What the engine of the rollout holds is freed before the next one starts.
+        """
+        actor, before = self.actor, self._settings
+        if self._settings.offload_policy:
+            settings = replace(settings, param_offload=False, optimizer_offload=False)
+        self._settings = settings
+        fused, defers = settings.use_fused_kernels, settings.use_no_sync_for_gradient_accumulation
+        actor.take(fused=fused, defers_sync=defers, checkpoints=settings.enable_gradient_checkpointing)
+        if self._reference is not None:
+            self._reference.take(fused=fused, defers_sync=True, checkpoints=settings.enable_gradient_checkpointing)
+        if settings.param_offload != before.param_offload:
+            actor.offload_model() if settings.param_offload else actor.load_model()
+        if settings.optimizer_offload != before.optimizer_offload:
+            actor.move_optimizer(torch.device("cpu") if settings.optimizer_offload else self._device)
+        law = self._law()
+        if self._engine is not None and law is not None and law != self._law_at_work:
+            self._engine.end()
+            self._law_at_work = None
+            self._engine, self._law_at_work = _started(law, self._actor), law
+            self.sleep()
 
     # ------------------------------------------------------------------ vLLM
-    def _law(self, model: torch.nn.Module) -> VllmEngine | None:
+    def _law(self) -> VllmEngine | None:
         """The engine that verl starts, of which each rank has a share; None where nothing simulates it.
 
         SGLang's share is of weights and cache alone, and with LoRA it keeps its weights while it sleeps (verl/workers/
@@ -114,10 +140,10 @@ class VerlLoop(Loop):
         gpu, settings = active_gpu(), self._settings
         if gpu is None or self._device.type == "cpu":
             return None
-        config = full_config(text_config(inner(model).config))
+        config = full_config(text_config(self._actor.config))
         tensor, by_sglang = settings.tensor_model_parallel_size, settings.rollout_name == SGLANG
         decoder, adapters = Decoder.of(config), 0 if settings.lora_merge else settings.lora_rank
-        served = weights_bytes(inner(model)) // tensor + adapter_bytes(decoder, rank=adapters, ranks=tensor)
+        served = self._actor_bytes // tensor + adapter_bytes(decoder, rank=adapters, ranks=tensor)
         return VllmEngine(
             spec=gpu.spec, costs=gpu.clock.costs, decoder=decoder, weights_bytes=served,
             utilization=settings.gpu_memory_utilization, share_key="actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -129,9 +155,15 @@ class VerlLoop(Loop):
             static_share=by_sglang, keeps_weights=by_sglang and bool(adapters),
         )  # fmt: skip
 
-    def _sleep(self) -> None:
+    def sleep(self) -> None:
+        """Let the engine hold nothing but what it keeps between two generations."""
         if self._engine is not None and self._settings.free_cache_engine:
             self._engine.sleep(level=2)
+
+    def wake_up(self) -> None:
+        """Let the engine have its weights."""
+        if self._engine is not None and self._settings.free_cache_engine:
+            self._engine.wake_up(tags=["weights"])
 
     def _synchronise(self) -> None:
         """Give the weights to the engine, which wakes up for them (engine_workers.py, update_weights).
@@ -142,8 +174,7 @@ class VerlLoop(Loop):
         if engine is None:
             return
         empty_cache()
-        if settings.free_cache_engine:
-            engine.wake_up(tags=["weights"])
+        self.wake_up()
         staged = settings.param_offload and (actor.version == 1 or bool(settings.lora_rank))
         if staged:
             actor.load_model()
@@ -181,7 +212,9 @@ class VerlLoop(Loop):
         asked: Any = SimpleNamespace(max_tokens=settings.max_response_length, logprobs=1)
         served = max(1, settings.generated * settings.tensor_model_parallel_size // self._sharers)
         self._engine.generate(prompts * served, asked)
-        self._sleep()
+        self.sleep()
+        if settings.bypass_mode:
+            empty_cache()
 
     def _scored(self, engine: Engine, sizes: list[int], *, entropy: bool) -> None:
         """Log-probabilities of all samples of a generation, without gradients."""
@@ -195,40 +228,45 @@ class VerlLoop(Loop):
     # ------------------------------------------------------------------ the loop
     def micro_batches(self, step: int, report: Report) -> list[tuple[int, int, bool]]:
         """(rows, how many such micro-batches it stands for, whether it is the last) of an optimizer step."""
-        settings, actor = self._settings, self.actor
-        report.enter(SYNC)  # one phase after another: between two of them vLLM may still hold its share
-        self._synchronise()
-        report.enter(ROLLOUT)
-        self._generate()
-        if not settings.bypass_mode:
-            report.enter(LOG_PROBS)
-        empty_cache()  # the worker cached nothing while vLLM worked, which gave its share back
-        if not settings.bypass_mode:
-            self._score_again()
-        if settings.reference:
-            report.enter(REFERENCE)
-            self._refer()
-        if self._critic is not None:
-            report.enter(VALUES)
-            self._critic.values()
-            report.enter(CRITIC)
-            self._critic.update()
-        report.enter(LOADING)  # for all optimizer steps of a generation
-        if settings.param_offload:
-            actor.load_model()
-        if settings.optimizer_offload:
-            actor.move_optimizer(self._device)
+        for phase, begun in self.before_update().items():  # between two of them vLLM may still hold its share
+            report.enter(phase)
+            begun()
         report.enter(UPDATE)
-        actor.module.train()
-        actor.count()
+        return self.begin_update()
+
+    def begin_update(self) -> list[tuple[int, int, bool]]:
+        """The micro-batches of an optimizer step, of weights that are on the card."""
+        settings = self._settings
+        self.actor.module.train()
+        self.actor.count()
         sizes = settings.split(
             settings.samples, rows=settings.ppo_micro_batch_size_per_gpu, budget=settings.ppo_max_token_len_per_gpu,
             sharers=self._sharers,
         )  # fmt: skip
         return marked_last(sizes)
 
+    def before_update(self) -> dict[str, Callable[[], None]]:
+        """The phases of a generation in their order."""
+        settings, critic = self._settings, self._critic
+        found: dict[str, Callable[[], None]] = {SYNC: self._synchronise, ROLLOUT: self._generate}
+        if not settings.bypass_mode:
+            found[LOG_PROBS] = self._score_again
+        if settings.reference:
+            found[REFERENCE] = self._refer
+        if critic is not None:
+            found |= {VALUES: critic.values, CRITIC: critic.update}
+        return found | {LOADING: self._load}
+
+    def _load(self) -> None:
+        """For all optimizer steps of a generation."""
+        if self._settings.param_offload:
+            self.actor.load_model()
+        if self._settings.optimizer_offload:
+            self.actor.move_optimizer(self._device)
+
     def _score_again(self) -> None:
         """Old log-probabilities, of the weights that generated, by the training's own engine."""
+        empty_cache()  # the worker cached nothing while vLLM worked, which gave its share back
         settings, actor = self._settings, self.actor
         rows, budget = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
         if settings.param_offload:
@@ -271,10 +309,13 @@ class VerlLoop(Loop):
         )
 
     def update(self, step: int, report: Report) -> None:
-        """One optimizer step."""
+        """A generation, and one optimizer step."""
+        self.train(self.micro_batches(step, report), report)
+
+    def train(self, micro_batches: list[tuple[int, int, bool]], report: Report) -> None:
+        """One optimizer step, of what is on the card."""
         settings, actor, optimizer = self._settings, self.actor, self.optimizer
-        optimizer_device = torch.device("cpu")
-        for rows, times, last in self.micro_batches(step, report):
+        for rows, times, last in micro_batches:
             with stands_for(times):
                 actor.backward(partial(self.loss, rows), last=last)
         report.gradient_is_whole(actor.module, optimizer)
@@ -282,11 +323,16 @@ class VerlLoop(Loop):
         optimizer.step()
         report.optimizer_ends()
         optimizer.zero_grad()
+        self.rest(report)
+
+    def rest(self, report: Report) -> None:
+        """Offload what is offloaded between two generations."""
+        settings, actor = self._settings, self.actor
         with report.phase(LOADING):
             if settings.param_offload:
                 actor.offload_model()
             if settings.optimizer_offload:
-                actor.move_optimizer(optimizer_device)
+                actor.move_optimizer(torch.device("cpu"))
 
 
 class VerlRun:
@@ -299,7 +345,7 @@ class VerlRun:
         self.loop, self.last_step = loop, steps
         self.samples_per_step = settings.samples / settings.ulysses_sequence_parallel_size  # each rank's share of them
         self.tokens_per_step = int(self.samples_per_step * settings.tokens)
-        self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
+        self.rollout_share = loop.rollout_share
 
     @property
     def model(self) -> torch.nn.Module:
@@ -318,6 +364,68 @@ class VerlRun:
 
     def save_model(self, folder: Path) -> None:
         raise ConfigError(_ONLY_SIMULATED)
+
+
+class VerlVisits:
+    """The phases of a loop one by one, each with a recipe of its own, after a step that made the optimizer's states.
+
+    Before and after each the card holds what it holds between two generations.
+    """
+
+    def __init__(self, loop: VerlLoop, settings: Callable[[Mapping[str, object]], Settings], report: Report) -> None:
+        self._loop, self._settings = loop, settings
+        self.rollout_share = loop.rollout_share
+        loop.update(0, report)
+
+    def take(self, values: Mapping[str, object]) -> None:
+        """Go on with the recipe `values`."""
+        self._loop.sleep()  # after a synchronisation the engine waits for prompts
+        self._loop.take(self._settings(values))
+
+    def visit(self, phase: str, report: Report) -> None:
+        """Run `phase`; the update and the optimizer's step are one."""
+        loop = self._loop
+        if phase == UPDATE:
+            loop.before_update()[LOADING]()
+            report.enter(UPDATE)
+            loop.train(loop.begin_update(), report)
+        elif (begun := loop.before_update().get(phase)) is not None:
+            if phase == ROLLOUT:
+                loop.wake_up()
+            report.enter(phase)
+            begun()
+            if phase == LOADING:
+                loop.rest(report)
+
+
+# {phase: groups of keys that it reads}: what two groups do to its bytes and seconds adds up, and a group that it does
+# not read changes its bytes by what that changes of those between two generations.
+_OFFLOADS = ("param_offload",), ("optimizer_offload",)
+_ENGINE = "tensor_model_parallel_size", "gpu_memory_utilization"
+_SCORED = "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "use_fused_kernels"
+_REFERRED = "ref_log_prob_micro_batch_size_per_gpu", "ref_log_prob_max_token_len_per_gpu", "use_fused_kernels"
+_UPDATED = (
+    "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "enable_gradient_checkpointing",
+    "use_no_sync_for_gradient_accumulation", "use_fused_kernels",
+)  # fmt: skip
+
+
+def read_by(settings: Settings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+    """The keys that each phase reads; none where the engine never sleeps, so that each phase holds its share."""
+    if not settings.free_cache_engine:
+        return {}
+    found: dict[str, tuple[tuple[str, ...], ...]] = {
+        SYNC: (("param_offload",), ("tensor_model_parallel_size",)), ROLLOUT: (_ENGINE,),
+        LOG_PROBS: (_SCORED, ("param_offload",)), REFERENCE: (_REFERRED,), VALUES: (), CRITIC: (),
+        LOADING: _OFFLOADS, UPDATE: (_UPDATED, *_OFFLOADS),
+    }  # fmt: skip
+    if settings.lora_rank:  # the reference is the actor
+        found[REFERENCE] = found[LOG_PROBS]
+    gone = {
+        LOG_PROBS: settings.bypass_mode, REFERENCE: not settings.reference,
+        VALUES: not settings.critic, CRITIC: not settings.critic,
+    }  # fmt: skip
+    return {phase: groups for phase, groups in found.items() if not gone.get(phase)}
 
 
 class VerlTrainer(LoopTrainer):
@@ -374,7 +482,8 @@ class VerlTrainer(LoopTrainer):
         return replace(
             facts, longest_prompt_tokens=settings.max_prompt_length, trains_on_data=False,
             model_parameters=parameters, weights_bytes=parameters * itemsize,
-            resolved=asdict(settings), version=verl_recipe.VERSION, notes=(*facts.notes, *((cut,) if cut else ())),
+            resolved=asdict(settings), version=verl_recipe.VERSION, read_by=read_by(settings),
+            notes=(*facts.notes, *((cut,) if cut else ())),
             left_out={"use_fused_kernels": SHARDED_HEAD} if alone else {},
         )  # fmt: skip
 
@@ -391,18 +500,29 @@ class VerlTrainer(LoopTrainer):
         return sum(parameter.numel() for parameter in model.parameters())
 
     def build(self, values: Mapping[str, object], task: Task) -> Any:
+        settings = self._settings(values, task)
+        return VerlRun(self._loop(settings, task), settings, steps=task.steps or 1)
+
+    def visits(self, values: Mapping[str, object], task: Task, report: Report) -> VerlVisits:
+        return VerlVisits(
+            self._loop(self._settings(values, task), task), lambda changed: self._settings(changed, task), report
+        )
+
+    def _settings(self, values: Mapping[str, object], task: Task) -> Settings:
         if task.worst_case is None:
             raise ConfigError(_ONLY_SIMULATED)
         settings = self.parse({key: value for key, value in values.items() if key != LAUNCH})
+        return _served(settings, model_config(str(task.worst_case.folder / _MODEL)))[0]
+
+    def _loop(self, settings: Settings, task: Task) -> VerlLoop:
+        assert task.worst_case is not None
         device = torch.device("cpu" if task.device == "cpu" else "cuda")
         if not torch.distributed.is_initialized():  # a rank on the CPU
             torch.distributed.init_process_group("gloo")
         version = 2 if os.environ.get("FSDP_VERSION") == "2" else 1
-        reshards = _reshards(version)
         setup = Setup(device=device, sample={})
-        settings, _ = _served(settings, model_config(str(task.worst_case.folder / _MODEL)))
-        loop = VerlLoop(settings, setup, folder=task.worst_case.folder, version=version, reshards=reshards)
-        return VerlRun(loop, settings, steps=task.steps or 1)
+        folder = task.worst_case.folder
+        return VerlLoop(settings, setup, folder=folder, version=version, reshards=_reshards(version))
 
     def small_trainings(self, *args: Any, **options: Any) -> Any:
         raise ConfigError(_NOT_COMPARED)
@@ -473,7 +593,7 @@ def _started(law: VllmEngine, model: torch.nn.Module) -> FakeEngine:
     gpu = active_gpu()
     assert gpu is not None
     beside = law.spec.context_bytes + nccl_bytes(law.spec, law.ranks)  # vLLM's workers are processes of their own
-    return FakeEngine(gpu, inner(model), law, process_bytes=beside)
+    return FakeEngine(gpu, model, law, process_bytes=beside)
 
 
 TRAINER = VerlTrainer()

@@ -134,6 +134,8 @@ class Engine:
         ranks = torch.distributed.get_world_size()
         mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
         self._ulysses = Ulysses(sharers) if sharers > 1 else None
+        whole: Any = model
+        self._plain: Any = whole.get_base_model() if hasattr(model, "get_base_model") else model
         wrap = self._flat if version == 1 else self._fully
         self.module = wrap(model, mesh, reshards=reshards, prefetches=prefetches)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -194,6 +196,18 @@ class Engine:
                 yield
             finally:
                 module.set_requires_gradient_sync(True)
+
+    def take(self, *, fused: bool, defers_sync: bool, checkpoints: bool) -> None:
+        """Compute so from here on."""
+        if fused != self._fused:
+            fuse_head(self._plain) if fused else unfuse_head(self._plain)
+        self._fused, self._defers_sync = fused, defers_sync
+        model = self._plain
+        if checkpoints != model.is_gradient_checkpointing:
+            if checkpoints:
+                checkpointed(model)
+            else:
+                model.gradient_checkpointing_disable()
 
     # ------------------------------------------------------------------ card and host
     def load_model(self) -> None:
@@ -419,6 +433,16 @@ def _is_trained_leaf(module: torch.nn.Module) -> bool:
 def fuse_head(model: torch.nn.Module) -> None:
     """Let `model` return log-probabilities and entropy in place of logits; before it is wrapped."""
     model.forward = partial(_fused_forward, model)
+
+
+def unfuse_head(model: torch.nn.Module) -> None:
+    """Let `model` return logits again."""
+    del model.forward
+
+
+def checkpointed(model: Any) -> None:
+    """Let `model` drop activations and compute them again."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _fused_forward(model: Any, *, shift_labels: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

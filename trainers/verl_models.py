@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.frontends.verl_settings import Settings
 
-from .verl_engine import DTYPES, Engine, fuse_head
+from .verl_engine import DTYPES, Engine, checkpointed, fuse_head
 from .verl_losses import value_loss
 
 
@@ -31,7 +31,7 @@ def random_model(settings: Settings, folder: str, *, dtype: str, lora: bool) -> 
     if settings.use_fused_kernels:
         fuse_head(model)
     if settings.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpointed(model)
     return _with_lora(model, settings) if lora else model
 
 
@@ -67,7 +67,7 @@ def value_model(settings: Settings, folder: str) -> torch.nn.Module:
     model: Any = AutoModelForTokenClassification.from_config(config, **options)
     model.to(dtype)
     if settings.critic_enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpointed(model)
     made: torch.nn.Module = model
     return made
 

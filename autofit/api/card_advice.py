@@ -29,6 +29,7 @@ from autofit.space.traits import describe_changes, samples_word
 from autofit.units import format_bytes, format_seconds
 
 _NVLINK = 50e9  # bytes/s between cards, which PCIe does not reach and every NVLink here does
+_IN_YOUR_FILE = ", in your file: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -146,10 +147,12 @@ class CardAdvice(Shown):
         found = []
         if (offer := chosen.cheapest) is not None:
             steps = f"{STEPS:,} steps of {format_seconds(offer.step_s or 0)}"
-            found.append(f"Cheapest: {offer.words}, ${_usd(offer.usd_per_1000_steps)} for {steps}{self._how(offer)}.")
+            found.append(
+                _ended(f"Cheapest: {offer.words}, ${_usd(offer.usd_per_1000_steps)} for {steps}", self._how(offer))
+            )
         if (offer := chosen.fastest) is not None:
             how = "" if offer is chosen.cheapest else self._how(offer)
-            found.append(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step{how}.")
+            found.append(_ended(f"Fastest: {offer.words}, {format_seconds(offer.step_s or 0)} a step", how))
         found.append(self._smallest(chosen.smallest, is_told=chosen.smallest in (chosen.cheapest, chosen.fastest)))
         return [*found, *self._not_compared(chosen.smallest), *self._slower()]
 
@@ -163,7 +166,7 @@ class CardAdvice(Shown):
         ]
         tie = f" (sold as the same size: {', '.join(same)})" if same else ""
         how = "" if is_told else self._how(offer)
-        return f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{tie}{how}."
+        return _ended(f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{tie}", how)
 
     def _not_compared(self, best: Offer) -> list[str]:
         """Which rows no mark can go to, where one of them has a lower figure than a marked row."""
@@ -213,7 +216,7 @@ class CardAdvice(Shown):
         own = own_words(foreign, {**cards, **launched})
         words = f", with {self._changes(offer)} ({offer.tier})" if changed else ""
         refused = next(iter(wrong_with(foreign, {**cards, **launched})), "") if cards else ""
-        return words + (f", in your file: {own}" if own else "") + (f" (error: {refused})" if refused else "")
+        return words + (f"{_IN_YOUR_FILE}{own}" if own else "") + (f" (error: {refused})" if refused else "")
 
     def _cards(self, offer: Offer) -> dict[str, object]:
         """The number of cards as a change, where it is another one and the recipe's tool reads it from the file."""
@@ -316,6 +319,11 @@ def advise(
         recipe=made.recipe, offers=found, prices={s.name: listed[s.name] for s in chosen if s.name in listed},
         missing=tuple(row for s in chosen for count in numbers if (row := (s.name, count)) not in done),
     )  # fmt: skip
+
+
+def _ended(words: str, how: str) -> str:
+    """A sentence; without a full stop where it ends with keys of the user's file, which are pasted."""
+    return f"{words}{how}" if _IN_YOUR_FILE in how and not how.endswith(")") else f"{words}{how}."
 
 
 def _name(card: str, count: int) -> dict[str, object]:

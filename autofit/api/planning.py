@@ -29,6 +29,7 @@ from autofit.hardware.health import compiling_faults
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.slots import check_cuda
 from autofit.recipe.keys import TIERS, Tier
+from autofit.recipe.launch import Launch
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import StatedSpace, read_space, space_knobs
@@ -230,12 +231,17 @@ def _check_target(space: Space, limit_bytes: int) -> None:
     of_each: float | None = 2 if "bfloat16" in choices.get("dtype", ()) else None
     of_each = _IN_4_BITS if "4bit" in choices.get(QUANTIZATION, ()) else of_each
     least = weights if of_each is None else min(weights, int(of_each * parameters))
+    least = 0 if recipe.launch.offload == "parameters" else least // recipe.launch.shares_of_weights
     if least > limit_bytes:
         raise ConfigError(
-            f"{option('target-vram')} less the headroom must hold at least the model's weights of "
+            f"{option('target-vram')} less the headroom must hold at least {_whose(recipe.launch)} weights of "
             f"{format_bytes(least)} (dtype {recipe.resolved.get('dtype')}); got {format_bytes(limit_bytes)}; raise it"
             f"{_or_less(recipe, limit_bytes)}"
         )
+
+
+def _whose(launch: Launch) -> str:
+    return "the model's" if launch.shares_of_weights == 1 else f"a card's share, of {launch.shares_of_weights}, of the"
 
 
 def _or_less(recipe: Recipe, limit_bytes: int) -> str:

@@ -93,7 +93,7 @@ class Workshop:
         self.scratch.mkdir(parents=True, exist_ok=True)
         requests = [*whole.values(), *sketches.values()]
         at_once = max(1, min(self.workers, len(requests)))
-        made_by = partial(self._made, processes=_processes(at_once))
+        made_by = partial(self._made, processes=processes(at_once))
         with ThreadPoolExecutor(self.workers) as pool:
             try:
                 made = list(pool.map(made_by, requests))
@@ -131,11 +131,11 @@ class Workshop:
             found = _read(folder)
             if found is None:
                 return Made(reason=_reason(folder), crashed="error" in (read_json(folder / "model.json") or {}))
-            _keep(folder, kept)
+            keep(folder, kept)
         return found
 
 
-def _processes(at_once: int) -> int:
+def processes(at_once: int) -> int:
     """Processes for each of so many structures that are traced at once, by the machine's cores and memory."""
     return max(1, min(_MOST_PROCESSES, threads_of_each(at_once), host_memory_bytes() // _PROCESS_BYTES // at_once))
 
@@ -162,7 +162,7 @@ def _reason(folder: Path) -> str:
     return f"a trace failed: {answer.get('error', f'no answer within {_DEADLINE_S:.0f} s')}"
 
 
-def _keep(folder: Path, kept: Path) -> None:
+def keep(folder: Path, kept: Path) -> None:
     """Move a model to the folder where the next search finds it. Ignores a full disk or another search's copy."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ the structures of the best candidates by this are sketched until the best ones h
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
 from autofit.forecast.composed import Composer, Request, Source, Told, Workshop, pairs
+from autofit.forecast.phases import Itinerary, predicted, toured
 from autofit.forecast.predictions import (
     LARGE,
     PADDED,
@@ -34,7 +35,7 @@ from autofit.forecast.predictions import (
 from autofit.probing.fork_server import ForkServer
 from autofit.recipe.keys import TIERS
 from autofit.recipe.recipe import merge
-from autofit.space.space import Candidate, Space
+from autofit.space.space import Candidate, Space, Value
 
 LONGER = 4  # models are valid for completions up to this multiple of the space's longest
 _FEW = 2  # structures that are all traced in full: composing them would take as long
@@ -66,8 +67,10 @@ class Forecaster:
         found = Sorted(space, read_json(self.worst_case) or {})
         card = gpu_spec(self.device.removeprefix("sim:"))
         context = card.context_bytes + nccl_bytes(card, space.recipe.launch.ranks)
+        if space.recipe.read_by:
+            return self._by_phases(found, limit_bytes)
         if not space.recipe.forecasts:
-            return _unknown(found)
+            return _unknown(found, "traces of few layers do not stand for this trainer's models")
         workshop = Workshop(
             worst_case=self.worst_case, server=self.server, scratch=self.scratch, kept=self.kept, workers=self.workers,
             until=time.monotonic() + _BEGINS_WITHIN_S,
@@ -90,6 +93,20 @@ class Forecaster:
             composer.sketches.update(workshop.make({}, {s: requests.sketch(s) for s in wanted})[1])
             forecast = _forecast(found, composer, context)
         return forecast
+
+    def _by_phases(self, found: Sorted, limit_bytes: int | None) -> "Forecast":
+        space = found.space
+        itinerary = Itinerary(space)
+        made = toured(
+            itinerary, device=self.device, limit_bytes=limit_bytes, worst_case=self.worst_case, server=self.server,
+            scratch=self.scratch, kept=self.kept,
+        )  # fmt: skip
+        if made.reason:
+            return _unknown(found, made.reason)
+        predictions = predicted(itinerary, made.visited, outside_bytes=made.outside_bytes, share=made.share)
+        return Forecast(
+            space=space, context_bytes=made.outside_bytes, predictions=predictions, problems={}, found=found
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +141,8 @@ class Forecast:
         """
         own, ours = space.params(space.baseline), {knob.name for knob in self.space.knobs}
         params = space.params(candidate)
+        if self.composer is None:
+            return None if completion_tokens is not None else self._listed(params, own, ours)
         if any(v != own[k] for k, v in params.items() if k not in ours and is_structural(space, k)):
             return None
         shape = shape_of(space, candidate)
@@ -134,14 +153,26 @@ class Forecast:
             return None
         return self.context_bytes + float(told.live_bytes[0]), float(told.parts.step_s[0])
 
+    def _listed(
+        self, params: Mapping[str, Value], own: Mapping[str, Value], ours: Collection[str]
+    ) -> tuple[float, float] | None:
+        """The same of a candidate that differs from the recipe in knobs of the forecast's space alone."""
+        if any(v != own[k] for k, v in params.items() if k not in ours):
+            return None
+        wanted = self.space.candidate({k.name: params.get(k.name, own[k.name]) for k in self.space.knobs})
+        known = self.predictions.candidates
+        place = known.index(wanted) if wanted in known else None
+        if place is None or not math.isfinite(self.predictions.step_s[place]):
+            return None
+        return float(self.predictions.device_used_bytes[place]), float(self.predictions.step_s[place])
 
-def _unknown(found: Sorted) -> Forecast:
+
+def _unknown(found: Sorted, problem: str) -> Forecast:
     """A forecast without predictions, for a trainer whose models cannot be traced with few layers."""
     nothing = np.full(len(found.candidates), np.nan)
     predictions = Predictions(
         candidates=found.candidates, floor_bytes=np.zeros(len(nothing)), device_used_bytes=nothing, step_s=nothing
     )
-    problem = "traces of few layers do not stand for this trainer's models"
     return Forecast(
         space=found.space, context_bytes=0, predictions=predictions, problems={problem: len(nothing)}, found=found
     )

@@ -26,7 +26,9 @@ class Predictions:
     certainly does not fit, so it is never probed. `device_used_bytes` and `step_s` are the expected results of a probe;
     `step_s` is per optimizer step at the recipe's effective batch, so that candidates compare. They may be wrong: the
     search learns the error. They are NaN for a candidate without a prediction, and its floor is 0. `rollout_s` is the
-    part of `step_s` before the update; with it, a probe that reports both parts corrects each part separately.
+    part of `step_s` before the update; with it, a probe that reports both parts corrects each part separately. `sure`
+    predictions are what a probe's own simulation says of each phase; their bytes are those that are needed, of which a
+    probe that has room takes more.
     """
 
     candidates: tuple[Candidate, ...]
@@ -34,10 +36,11 @@ class Predictions:
     device_used_bytes: Floats
     step_s: Floats
     rollout_s: Floats | None = None
+    sure: bool = False
 
     def __post_init__(self) -> None:
         count = len(self.candidates)
-        for field in fields(self)[1:]:
+        for field in fields(self)[1:-1]:
             values = getattr(self, field.name)
             if values is None:
                 continue
@@ -64,6 +67,7 @@ class Predictions:
             device_used_bytes=aligned(self.device_used_bytes, np.nan),
             step_s=aligned(self.step_s, np.nan),
             rollout_s=None if self.rollout_s is None else aligned(self.rollout_s, np.nan),
+            sure=self.sure,
         )
 
 

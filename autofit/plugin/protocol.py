@@ -62,6 +62,9 @@ class Facts:
     embedding_parameters: int | None = None  # of the input embeddings, and of the head where it has its own
     tile_tokens: int | None = None  # tokens of a micro-batch that the loss works on at once; None: all of them
     forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
+    read_by: Mapping[str, tuple[tuple[str, ...], ...]] = field(
+        default_factory=dict
+    )  # {phase: groups of keys}: `Visits`
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
     notes: tuple[str, ...] = ()  # what the user should know of how the recipe was read, a sentence each
     left_out: Mapping[str, str] = field(default_factory=dict)  # {knob that this recipe cannot change: why}
@@ -77,7 +80,9 @@ class Facts:
     def from_json(cls, content: Mapping[str, object]) -> "Facts":
         keys = BatchKeys.from_json(cast(Mapping[str, "str | None"], content["keys"]))
         lists = {name: tuple(cast(list[str], content[name])) for name in ("compared", "notes")}
-        return cls(**{**content, "keys": keys, **lists})  # type: ignore[arg-type]
+        read_by = cast("Mapping[str, list[list[str]]]", content.get("read_by", {}))
+        groups = {phase: tuple(map(tuple, each)) for phase, each in read_by.items()}
+        return cls(**{**content, "keys": keys, **lists, "read_by": groups})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +324,24 @@ class SmallTrainings(Protocol):
         ...
 
 
+class Visits(Protocol):
+    """The phases of a training one by one, each with another recipe, by which candidates are predicted.
+
+    `Facts.read_by` has the groups of keys that each phase reads: what two groups do to its bytes and seconds adds up,
+    and a group that it does not read changes its bytes by what that changes of those held between two steps.
+    """
+
+    rollout_share: float  # as of a `Run`
+
+    def take(self, values: Mapping[str, object]) -> None:
+        """Go on with the recipe `values`, which differs in keys of `Facts.read_by` from the one that was built."""
+        ...
+
+    def visit(self, phase: str, report: Report) -> None:
+        """Run `phase`, and leave the card as between two steps."""
+        ...
+
+
 class Trainer(Protocol):
     """What a trainer tells. `space` is the path of its default search space, `keys` those that batch its samples."""
 
@@ -348,6 +371,14 @@ class Trainer(Protocol):
 
         `ranks` has the ranks of every recipe where one has several: `run` is then called in a process of each rank.
         """
+        ...
+
+
+class VisitedTrainer(Trainer, Protocol):
+    """A trainer whose `Facts` have `read_by`."""
+
+    def visits(self, values: Mapping[str, object], task: Task, report: Report) -> Visits:
+        """The phases of the recipe `values`, after a whole step that is told to `report`."""
         ...
 
 

@@ -66,6 +66,16 @@ class Simulation:
     card_states: tuple[CardState, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Live bytes as a stretch of a run begins, the most in it, and its seconds."""
+
+    name: str
+    begins_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
 class SimMemory:
     """A simulated card: nothing is allocated, and seconds come from its clock.
 
@@ -251,7 +261,7 @@ class SimMemory:
                 name=mark.name,
                 peak_allocated_bytes=allocated,
                 peak_reserved_bytes=reserved,
-                device_used_bytes=reserved + self._outside_bytes,
+                device_used_bytes=reserved + self.outside_bytes,
             )
             for number, (mark, (allocated, reserved)) in enumerate(zip(run.marks, self._replay.phases, strict=True))
             if number not in self._shares_of
@@ -273,6 +283,23 @@ class SimMemory:
             phase_s={name: seconds for name, seconds in steps[-1].items() if seconds} if steps else {},
         )
 
+    @_uncollected()
+    def stretches(self) -> list[Stretch]:
+        """What each stretch from one phase change to the next held and took, of all layers.
+
+        Raises NotRepeatingError.
+        """
+        assert self._gpu is not None
+        run = expanded(self._gpu, self._marks)
+        live, times = np.concatenate([[0], np.cumsum(run.nbytes)]), run.seconds()
+        return [
+            Stretch(
+                name=mark.name, begins_bytes=int(live[mark.event]), seconds=ended - began,
+                peak_bytes=int(live[mark.event : after.event + 1].max()),
+            )
+            for (mark, after), (began, ended) in zip(pairwise(run.marks), pairwise(times), strict=True)
+        ]  # fmt: skip
+
     def _shares(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Shares of the steps' seconds by part: in each phase, those of its traced kernels, of however few layers."""
         spent: defaultdict[str, float] = defaultdict(float)
@@ -291,7 +318,7 @@ class SimMemory:
         return seconds
 
     @property
-    def _outside_bytes(self) -> int:
+    def outside_bytes(self) -> int:
         assert self._gpu is not None
         return self._gpu.outside_bytes
 
@@ -301,7 +328,7 @@ class SimMemory:
 
         Without `least_of_fits`, a probe that fits without returning cached blocks has no least capacity.
         """
-        run, unlimited, outside = self._run, self._replay, self._outside_bytes
+        run, unlimited, outside = self._run, self._replay, self.outside_bytes
         assert run is not None
         assert unlimited is not None
         used = unlimited.peaks[1] + outside
@@ -355,7 +382,7 @@ class SimMemory:
 
     def _growing_capacity(self, least: int) -> int | None:
         """The least capacity with expandable segments, of the same events; None unless gaps between blocks decide."""
-        run, unlimited, outside = self._run, self._replay, self._outside_bytes
+        run, unlimited, outside = self._run, self._replay, self.outside_bytes
         assert run is not None
         assert unlimited is not None
         assert self._gpu is not None

@@ -93,6 +93,11 @@ class Launch:
         return self.sharding.startswith("zero")
 
     @property
+    def shares_of_weights(self) -> int:
+        """Parts into which the weights are split at rest."""
+        return self.ranks if self.sharding in ("fsdp1", "fsdp2", "zero3") else 1
+
+    @property
     def is_alone(self) -> bool:
         """Whether one process trains by itself, perhaps beside a vLLM server."""
         return self.ranks == 1 and self.sharding == "ddp"

@@ -58,6 +58,7 @@ class Recipe:
     embedding_parameters: int | None = None  # of the input embeddings, and of the head where it has its own
     tile_tokens: int | None = None
     forecasts: bool = True
+    read_by: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)  # {phase: keys}: Visits
     other_names: Mapping[str, str] = field(default_factory=dict)  # {another name of a key: the recipe's name of it}
     notes: tuple[str, ...] = ()
     stated: Mapping[str, object] = field(default_factory=dict)  # `values` as they stand there, in older keys too

@@ -263,7 +263,8 @@ class Search:
         done = [r for t in self._trials() if (r := t.result) is not None]
         quick = any(r.fidelity is Fidelity.PREDICTED and (r.process_s or math.inf) < _QUICK_S for r in done)
         traced = sum(bool(t.user_attrs.get(FOR_FRONT)) for t in self._frozen())
-        if stop.kind not in _FOUND or not quick or traced >= FRONT_TRIALS:
+        known = self.plan.predictions is not None and self.plan.predictions.sure  # a simulation would say the same
+        if stop.kind not in _FOUND or not quick or known or traced >= FRONT_TRIALS:
             return False
         ahead = self._sampler.ahead(self.study)
         costs = [cost(trial) for trial in measured(self._trials())]

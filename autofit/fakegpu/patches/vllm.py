@@ -156,6 +156,12 @@ class FakeEngine:
         if mapped:
             self._gpu.memory.empty_cache()
 
+    def end(self) -> None:
+        """Free all that the engine holds, and its process with it."""
+        for index in self._held.values():
+            self._gpu.memory.release(index)
+        self._held.clear()
+
     def _map(self, tags: Sequence[str]) -> int:
         """Allocate what the tags name; the bytes allocated."""
         sizes = {"weights": self.law.weights_bytes, "kv_cache": max(0, self.law.cache_bytes)}
