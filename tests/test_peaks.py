@@ -124,7 +124,7 @@ def test_rows_of_2023_that_pefts_code_of_then_decides_are_of_that_code() -> None
     rows = {row.name: row for row in read_rows()}
     assert rows["axolotl/llama-2/lora"].trainer == rows["qwen/LoRA (emb) 7B, 512 tokens"].trainer == NAME
     assert rows["axolotl/llama-2/lora"].changes["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
-    assert not rows["qwen/LoRA 7B, 512 tokens"].trainer
+    assert rows["qwen/LoRA 7B, 512 tokens"].recipe["shifted_logits"] == "half"
 
 
 def test_a_row_of_before_transformers_4_50_has_each_weight_loaded_by_itself(
@@ -133,7 +133,7 @@ def test_a_row_of_before_transformers_4_50_has_each_weight_loaded_by_itself(
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr("autofit.estimate", lambda _, **words: asked.append(words))
     (tmp_path / "model").mkdir()
-    row = next(row for row in read_rows() if row.name == "qwen/LoRA 7B, 512 tokens")
+    row = replace(next(row for row in read_rows() if row.name == "qwen/LoRA 7B, 512 tokens"), trainer="")
     for date in (row.date, predicting.WARMED):
         predicting.estimate(replace(row, date=date), 512, tmp_path, tmp_path)
     assert [(words["changes"], words["trainer"]) for words in asked] == [({"weights_alone": True}, NAME), ({}, "hf")]
