@@ -167,7 +167,7 @@ def _weights(draft: Draft) -> None:
     draft.put("lora_r", rank or _RANK, "lora_r")
     draft.put("lora_alpha", draft.whole("lora_alpha"))
     draft.put("lora_dropout", draft.number("lora_dropout"))
-    asked, modules = next(((key, adapted(found)) for key in ADAPTED if (found := draft.raw(key))), ("", None))
+    asked, modules = next(((key, adapted(told)) for key in ADAPTED if (told := draft.raw(key))), ("", None))
     if isinstance(modules, list):
         note_commas(draft, list(map(str, modules)), asked)
     draft.put("lora_target_modules", modules or ["all-linear"])
