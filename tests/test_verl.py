@@ -422,7 +422,9 @@ def test_keys_that_hydra_does_not_find_are_named_for_a_script_and_those_with_a_p
     assert not explain(script).notes
 
 
-@pytest.mark.parametrize("program", ["-m recipe.dapo.main_dapo", "-m verl_tool.trainer.main_ppo", "main_ppo_split.py"])
+@pytest.mark.parametrize(
+    "program", ["-m recipe.dapo.main_dapo", "-m verl_tool.trainer.main_ppo", "-m a.main_retrieval", "main_ppo_split.py"]
+)
 def test_a_projects_own_trainer_with_verls_keys_is_read_as_verls_and_its_own_keys_are_told(
     program: str, tmp_path: Path
 ) -> None:

@@ -212,7 +212,7 @@ def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str,
 
 _ENTRY = "verl.trainer.main_ppo"
 _ACTOR = "actor_rollout_ref."  # of the keys of every training with verl's workers
-_NO_TRAINING = re.compile(r"generat|eval|\bserve|merge")  # in the name of what is started
+_NO_TRAINING = re.compile(r"generat|(?:^|[._])(?:eval|serve|merge)")  # in the name of what is started
 _OVERRIDE = re.compile(r"(?:\+{0,2}(model_engine|[a-z_]+(?:\.[a-z0-9_]+)+)|--(config-name))=(.*)", re.DOTALL)
 
 

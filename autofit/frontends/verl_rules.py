@@ -144,6 +144,10 @@ def explain(values: Mapping[str, object]) -> Explanation:
     return Explanation(tool="verl", lines=lines, wrong=broken(config, batch))
 
 
+def _gpus(batch: Batch) -> str:
+    return "one GPU" if batch.gpus == 1 else f"all {batch.gpus} GPUs"
+
+
 def broken(config: VerlConfig, batch: Batch) -> tuple[str, ...]:
     """The rules of verl that a config breaks: where verl ends, and why."""
     return tuple(wrong for rule in _RULES for wrong in rule(config, batch))
@@ -153,7 +157,7 @@ def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
     yield Line("a generation", f"{batch.prompts:,} prompts x {batch.group} = {batch.generation:,} samples "
                                f"({config.told('data.train_batch_size')}, {config.told(f'{ROLLOUT}.n')})")  # fmt: skip
     yield Line("effective batch", f"{batch.mini_prompts:,} prompts x {batch.group} = {batch.effective:,} samples an "
-                                  f"optimizer step, over all {batch.gpus} GPUs "
+                                  f"optimizer step, over {_gpus(batch)} "
                                   f"({config.told(f'{ACTOR}.ppo_mini_batch_size')})")  # fmt: skip
     if batch.padded % batch.effective == 0:
         epochs = f" x {batch.epochs} epochs" if batch.epochs > 1 else ""
@@ -181,7 +185,7 @@ def older_micro(config: VerlConfig, batch: Batch) -> str:
     if older is None:
         return ""
     each = f", here {older // batch.gpus}" if older % batch.gpus == 0 else ""
-    return (f"ppo_micro_batch_size {older} is deprecated and counts over all {batch.gpus} GPUs; give "
+    return (f"ppo_micro_batch_size {older} is deprecated and counts over {_gpus(batch)}; give "
             f"{ACTOR}.ppo_micro_batch_size_per_gpu{each}")  # fmt: skip
 
 
