@@ -63,7 +63,7 @@ def attack_commands(folder: Path, forks: Forks, *, inputs: int, seed: int, until
     for number in range(first, first + inputs):
         if time.monotonic() > until:
             break
-        _try(forks, template, folder / "input", seed, number, found)
+        _try(forks, template, folder / f"input-{number}", seed, number, found)
     return found
 
 
@@ -141,7 +141,7 @@ def _try(forks: Forks, template: Path, home: Path, seed: int, number: int, found
     """Try an input as a fork, a tenth of them at the product's own kept server."""
     dice = random.Random(f"{seed}:{number}")
     server = forks.kept if dice.random() < 0.1 else forks.own
-    shutil.rmtree(home, ignore_errors=True)
+    shutil.rmtree(home, ignore_errors=True)  # of a storm that was killed
     shutil.copytree(template, home, symlinks=True)
     changed = write_files(home, dice)
     words = arguments(dice)
@@ -157,6 +157,9 @@ def _try(forks: Forks, template: Path, home: Path, seed: int, number: int, found
     interrupted = interrupted_s is not None or words[0] in _WORKS
     for what in _wrong(code, said, home, interrupted=interrupted):
         found.add_wrong(f"{words[0] if words else ''}: {what}", (seed, number, words, changed, said[-1500:]))
+    shutil.rmtree(
+        home, ignore_errors=True
+    )  # a mirror that is still at work there may make it anew: no input has its name
 
 
 def _interruptions(command: str) -> float:
