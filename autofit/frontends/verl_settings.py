@@ -247,19 +247,19 @@ def script_notes(text: str, found: Mapping[str, object], unread: Sequence[str]) 
     own = entry(text)
     return (
         *(() if own is None else (f"{own} is taken for verl's main_ppo: what it does besides is not simulated",)),
-        *((NVIDIA,) if asks_for_npus(text) else ()), *_unknown_overrides(text, found, unread),
+        *((NVIDIA,) if asks_for_npus(text) else ()), *_unknown_overrides(text, found, unread, own or "an older verl"),
     )  # fmt: skip
 
 
-def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[str]) -> tuple[str, ...]:
-    """What hydra would refuse of the overrides in a script that starts verl's FSDP engines."""
+def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[str], who: str) -> tuple[str, ...]:
+    """What hydra would refuse of the overrides in a script that starts verl's FSDP engines; `who` may have them."""
     config = VerlConfig.of(found)
     if config.strategy not in FSDP_STRATEGIES or {ENGINE, CONFIG_NAME}.intersection(unread):
         return ()  # another engine's config has keys of its own
     told = "".join(typos(config))
     unknown = [key for key in bare_keys(text) if f" {key};" not in told and unknown_key(key)]
     named = [f"{key} (write {near})" if (near := _near(key)) else key for key in unknown]
-    it, who = "it" if len(named) == 1 else "them", entry(text) or "an older verl"
+    it = "it" if len(named) == 1 else "them"
     told = f"verl 0.9 has no key {', '.join(named)}; hydra refuses {it} at the start ({who} may have {it})"
     return (told,) if named else ()
 
