@@ -1,5 +1,6 @@
 """The advice after a search begins beside its last probes, once the winner is found."""
 
+import argparse
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from search_driver import plan
 
 from autofit.api import searching
 from autofit.api.events import Event, TrialResult
+from autofit.api.lower_tiers import Outside
+from autofit.api.results import read_result
 from autofit.commands.common import Bar
 from autofit.commands.predict import _Display
 from autofit.forecast.advice import Ending
@@ -111,29 +114,50 @@ def test_ctrl_c_while_changes_are_looked_for_keeps_what_the_search_has_found(
     estimator, heard = _Estimator(tmp_path / "advice"), list[Event]()
     monkeypatch.setattr(searching._Run, "_estimator", lambda *_: estimator)
     search = search_in(tmp_path, trials=None, at_once=1)[0]
-    run = searching._Run(cast(Any, None), cast(Any, None), heard.append, None, None)
+    run = searching._Run(cast(Any, None), cast(Any, None), heard.append, None, None, None)
     assert not run._keep_outside(plan(tmp_path, None), search.study, None)
     assert [event.text for event in heard if event.interrupted] == ["stopping the simulations at work"]
     assert record_of(search.study).outside is None  # for the next time
 
 
-def test_a_line_on_the_terminal_says_that_changes_are_looked_for_until_the_search_has_ended() -> None:
-    begun: list[str] = []
+def options(**others: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"stream": False, "json": False, "no_mlflow": False, "dir": Path("s"), **others})
+
+
+def test_the_verdict_is_on_the_screen_before_changes_are_looked_for_and_all_before_mlflow_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    happened: list[str] = []
 
     class Heard(Bar):
         def begin(self, words: str, *, most_s: float | None = None) -> None:
-            begun.append(words)
+            happened.append(f"{capsys.readouterr().out}[{words}]")
 
-    search = _Display(Heard("search", "r.yaml"), live=True, streaming=False)
+    study = search_in(tmp_path, trials=None, at_once=1)[0].study
+    found = read_result(tmp_path, study.study_name)
+    change = Outside(
+        changes={"optim": "adamw_8bit"}, options="--set optim=adamw_8bit", tier="approximate", device_used_bytes=10**9,
+        step_s=1.0, speedup=1.1,
+    )  # fmt: skip
+    search = _Display(options(), Heard("search", "r.yaml"), live=True)
+    search.on_result(found)
     search.on_advice(None)
-    assert begun == ["reading the recipe", "looking for changes"]
+    search.on_result(replace(found, outside=(change,)))
+    reading, looking, copying = happened
+    assert reading == "[reading the recipe]"
+    assert "wins with" in looking
+    assert "Next:" not in looking
+    assert looking.endswith("[looking for changes]")
+    assert copying.startswith("Faster on top of the winner, but outside the neutral tier")
+    assert "\nNext: autofit promote best" in copying
+    assert copying.endswith("[copying the trials to MLflow]")
 
 
 def test_a_trial_on_the_terminal_keeps_numbers_with_their_units_and_is_indented(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    search = _Display(Bar("search", "r.yaml", shown=False), live=True, streaming=False)
+    search = _Display(options(), Bar("search", "r.yaml", shown=False), live=True)
     shown = StringIO()
     search._console = Console(file=shown, force_terminal=True, width=80)
     row = TrialResult.of(Trial(number=0, tier="neutral", params={}, changes={}), None)

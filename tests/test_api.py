@@ -327,14 +327,18 @@ def test_a_file_a_mapping_and_trls_objects_are_one_study_in_any_thread(
 
 @pytest.mark.usefixtures("lent_server", "lawful_probes")
 def test_ctrl_c_returns_what_was_found_and_the_same_call_goes_on(tiny_recipe: Path, tmp_path: Path) -> None:
+    heard: list[SearchResult] = []
+
     def press(event: Event) -> None:
         if event.trial is not None:
             raise KeyboardInterrupt
 
-    found = autofit.search(tiny_recipe, trials=2, folder=tmp_path / "s", on_event=press, **QUICK)
-    assert found.interrupted
+    found = autofit.search(tiny_recipe, trials=2, folder=tmp_path / "s", on_event=press, on_result=heard.append,
+                           **QUICK)  # fmt: skip
+    assert (found.interrupted, heard) == (True, [])
     assert [t.status for t in found.trials] == [ProbeStatus.FIT]
-    again = autofit.search(tiny_recipe, trials=2, folder=tmp_path / "s", **QUICK)
+    again = autofit.search(tiny_recipe, trials=2, folder=tmp_path / "s", on_result=heard.append, **QUICK)
+    assert [one.to_dict() for one in heard] == [again.to_dict()] * 2  # no advice comes between the two
     assert (again.interrupted, len(again.trials)) == (False, 2)
     assert again.trials[0] == found.trials[0]
 

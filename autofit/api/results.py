@@ -159,7 +159,11 @@ class SearchResult(Shown):
         )  # fmt: skip
 
     def parts(self) -> list[Table | str]:
-        """The front, what lies one step from the winner, and the sentences."""
+        """All of it: what the search found, then the advice."""
+        return [*self.verdict_parts(), *self.advice_parts()]
+
+    def verdict_parts(self) -> list[Table | str]:
+        """The front, what lies one step from the winner, the sentences, and the full runs."""
         beside = None
         if self.neighbours is not None and self.winner is not None:
             beside = sensitivity_table(self.winner.number, self.neighbours, self.names)
@@ -174,11 +178,14 @@ class SearchResult(Shown):
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
             f"Stopped because {self.stopped}." if self.stopped else "",
         ]
-        outside = outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None, names=self.names)
         runs = [part for run in self.promoted for part in run.parts()]
         front = self.table()
         tables = [front] * bool(front.row_count) + ([] if beside is None else [beside])
-        return [*tables, *filter(None, sentences), *outside, *runs]
+        return [*tables, *filter(None, sentences), *runs]
+
+    def advice_parts(self) -> list[str]:
+        """What lies outside the allowed tier; [] where nothing is known of it."""
+        return outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None, names=self.names)
 
     def margin_words(self, *, predicted: bool = False) -> str:
         """What the winner leaves free, as a sentence; "" without a target. `predicted`: as `margin_sentence` has it."""

@@ -98,6 +98,7 @@ def search(
     advice: bool = True,
     on_event: OnEvent | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_result: Callable[[SearchResult], None] | None = None,
     on_advice: OnAdvice | None = None,
 ) -> SearchResult:  # fmt: skip
     """The Pareto front of step time and device-used bytes, and the fastest config that fits, as the study has them.
@@ -137,9 +138,10 @@ def search(
     `advice` simulates, after the search, what lies outside the allowed tier.
 
     Nothing is printed: `on_event` gets each thing that happens (`on_event=print` shows them), `on_progress` the state
-    of the search twice a second, and `on_advice` None as the simulations of advice begin, which have no limit. Ctrl-C
-    ends the probes at work and returns what was found, with `interrupted` set; a KeyboardInterrupt is raised only
-    before the first probe. No signal handler is installed, so any thread will do.
+    of the search twice a second, `on_result` the result before the advice and again with it, both before MLflow shows
+    all of it, and `on_advice` None as the simulations of advice begin, which have no limit. Ctrl-C ends the probes at
+    work and returns what was found, with `interrupted` set; a KeyboardInterrupt is raised only before the first probe.
+    No signal handler is installed, so any thread will do.
 
     Raises ConfigError for what cannot be searched, and EnvironmentFault where the machine is at fault.
     """
@@ -168,7 +170,7 @@ def search(
                 ).engine.dispose()  # a server that is away, or only reads, is told at once
             server = fork_server(asked.folder)
             try:
-                run = _Run(asked, server, on_event or silent, on_progress, on_advice)
+                run = _Run(asked, server, on_event or silent, on_progress, on_result, on_advice)
                 studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
             finally:
                 server.close()
@@ -220,10 +222,12 @@ class _Run:
         server: ForkServer,
         on_event: OnEvent,
         on_progress: Callable[[Progress], None] | None,
+        on_result: Callable[[SearchResult], None] | None,
         on_advice: OnAdvice | None,
     ) -> None:
         self._asked, self._server = asked, server
-        self._tell, self._on_progress, self._on_advice = on_event, on_progress, on_advice
+        self._tell, self._on_progress = on_event, on_progress
+        self._on_result, self._on_advice = on_result, on_advice
 
     def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
         """(the study's name, why the search ended): plan, predict, probe, confirm."""
@@ -276,9 +280,15 @@ class _Run:
                 driver.interrupt()
                 stop = _INTERRUPTED
             _keep_sensitivity(planned, study, forecast)
+            self._tell_result(plan, stop)
             if advising and stop.kind is not StopKind.INTERRUPTED and not self._keep_outside(plan, study, ahead):
                 stop = _INTERRUPTED
+            self._tell_result(plan, stop)
         return plan.name, stop
+
+    def _tell_result(self, plan: Plan, stop: Stop) -> None:
+        if self._on_result is not None and stop.kind not in (StopKind.INTERRUPTED, StopKind.BROKEN):
+            self._on_result(read_result(plan.folder, plan.name, stop=stop))
 
     def _note(self, text: str, *, label: str = "") -> None:
         self._tell(Event(text=text, label=label))

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -20,6 +20,7 @@ from autofit.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.table import Table
     from rich.text import Text
 
     from autofit.api import Check, Estimate
@@ -119,13 +120,18 @@ def ended(found: "Check | Estimate", *, as_json: bool) -> int:
 
 
 def show(result: "Shown") -> None:
-    """Print the tables and sentences of a result; a table is as wide as the terminal."""
+    """Print the tables and sentences of a result."""
+    show_parts(result.parts())
+
+
+def show_parts(parts: Iterable["Table | str"]) -> None:
+    """Print tables and sentences; a table is as wide as the terminal."""
     from rich.console import Console
 
     from autofit.api.tables import WIDTH
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for part in result.parts():
+    for part in parts:
         if isinstance(part, str):
             show_line(part)
         else:

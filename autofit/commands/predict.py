@@ -27,12 +27,13 @@ from autofit.commands.common import (
     show_fact,
     show_found,
     show_lines,
+    show_parts,
     stream,
     streams,
     terminate_like_interrupt,
     words_of,
 )
-from autofit.commands.studies import show_result
+from autofit.commands.studies import exit_code, show_rest, show_result
 from autofit.errors import ConfigError, quoted
 from autofit.files import cache_folder
 from autofit.lines import on_terminal
@@ -41,7 +42,7 @@ from autofit.units import format_bytes
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from autofit.api import Check, Estimate, Event, Progress
+    from autofit.api import Check, Estimate, Event, Progress, SearchResult
     from autofit.scripts.changes import Offer
     from autofit.scripts.running import ScriptCheck
 
@@ -242,7 +243,7 @@ def _answered(
 # -- autofit search ---------------------------------------------------------------------------------------------------
 
 _DEMO_TRIALS = 6
-PREDICTING = "predicting every candidate"
+PREDICTING, MIRRORING = "predicting every candidate", "copying the trials to MLflow"
 
 
 def search(options: argparse.Namespace) -> int:
@@ -261,7 +262,7 @@ def search(options: argparse.Namespace) -> int:
     live = where.kind != "debug"
     about = words_of([options.recipe, options.gpu, options.target_vram, options.trainer, options.allow])
     bar = Bar("search", about, shown=live and not options.stream)
-    with _display(bar, live=live, streaming=options.stream) as display:
+    with _display(options, bar, live=live) as display:
         result = api.search(
             _demo_recipe if options.demo else options.recipe,
             target_vram=options.target_vram, device=options.device, gpu=options.gpu,
@@ -273,11 +274,16 @@ def search(options: argparse.Namespace) -> int:
             sampler=options.sampler, measured_steps=options.measured_steps, deadline=options.deadline,
             parallel=options.parallel, confirm=not options.no_confirm, seed=options.seed, study=options.study,
             folder=options.dir, mlflow=not options.no_mlflow, advice=not options.no_advice, executor=where,
-            on_event=display.on_event, on_progress=display.on_progress, on_advice=display.on_advice,
+            on_event=display.on_event, on_progress=display.on_progress, on_result=display.on_result,
+            on_advice=display.on_advice,
         )  # fmt: skip
         bar.end()
     options.json |= options.stream
-    return show_result(options, result)
+    if options.json or not display.results:
+        return show_result(options, result)
+    if len(display.results) == 1:
+        show_rest(options, result)
+    return exit_code(result.stop, fits=result.winner is not None)
 
 
 def _device(options: argparse.Namespace, *, is_cluster: bool) -> str:
@@ -306,12 +312,14 @@ def _demo_recipe() -> Path:
 class _Display:
     """A live line on a terminal, unless a debugger may want it, plain lines elsewhere, both on stderr; or a stream."""
 
-    def __init__(self, bar: Bar, *, live: bool, streaming: bool) -> None:
+    def __init__(self, options: argparse.Namespace, bar: Bar, *, live: bool) -> None:
         from rich.console import Console
 
-        self._console, self._live, self._streaming = Console(stderr=True), live and not streaming, streaming
+        self._options, self._streaming = options, options.stream
+        self._console, self._live = Console(stderr=True), live and not options.stream
         self._status: Status | None = None
         self._bar = bar
+        self.results: list[SearchResult] = []  # those heard: at most the one before the advice, and the one with it
         bar.begin(READING)
 
     @property
@@ -341,6 +349,23 @@ class _Display:
             self._status.start()
         self._status.update(Text(str(progress)))
 
+    def on_result(self, found: "SearchResult") -> None:
+        """Show the verdict, and with the second result the rest, before MLflow has both."""
+        self._still()
+        self._bar.end()
+        self.results.append(found)
+        is_verdict = len(self.results) == 1
+        if self._streaming:
+            if is_verdict:
+                stream("verdict", found.to_dict())
+        elif not self._options.json:
+            if is_verdict:
+                show_parts(found.verdict_parts())
+            else:
+                show_rest(self._options, found)
+        if not is_verdict and not self._options.no_mlflow:
+            self._bar.begin(MIRRORING)
+
     def on_advice(self, limit_s: float | None) -> None:
         self._still()
         self._bar.begin(ADVICE, most_s=limit_s)
@@ -357,8 +382,8 @@ class _Display:
 
 
 @contextlib.contextmanager
-def _display(bar: Bar, *, live: bool, streaming: bool) -> Iterator[_Display]:
-    display = _Display(bar, live=live, streaming=streaming)
+def _display(options: argparse.Namespace, bar: Bar, *, live: bool) -> Iterator[_Display]:
+    display = _Display(options, bar, live=live)
     try:
         yield display
     finally:

@@ -18,6 +18,8 @@ from autofit.commands.common import (
     show,
     show_found,
     show_line,
+    show_lines,
+    show_parts,
     terminate_like_interrupt,
 )
 from autofit.errors import ConfigError
@@ -154,16 +156,23 @@ def show_result(options: argparse.Namespace, result: "SearchResult") -> int:
     if options.json:
         print(json.dumps(result.to_dict()))
     else:
-        show(result)
-        if result.interrupted:
-            show_line("Interrupted: the same `autofit search` command goes on with this search.")
-        if result.winner is not None:
-            where = dir_option(options.dir)
-            written = "" if result.trains_on_data and _trains_here(result.device or "cpu") else " --write-only"
-            # verl trains by its own command alone, and no gradient of it is compared here
-            first = "export best --to verl" if result.trainer == "verl" else f"promote best{written}"
-            show_line(f"Next: autofit {first}{where}   then: autofit ui{where}")
+        show_parts(result.verdict_parts())
+        show_rest(options, result)
     return exit_code(result.stop, fits=result.winner is not None)
+
+
+def show_rest(options: argparse.Namespace, result: "SearchResult") -> None:
+    """Print what follows the verdict of a result: the advice, and the next command."""
+    show_lines(result.advice_parts())
+    if result.interrupted:
+        show_line("Interrupted: the same `autofit search` command goes on with this search.")
+    if result.winner is not None:
+        where = dir_option(options.dir)
+        written = "" if result.trains_on_data and _trains_here(result.device or "cpu") else " --write-only"
+        # verl trains by its own command alone, and no gradient of it is compared here
+        first = "export best --to verl" if result.trainer == "verl" else f"promote best{written}"
+        show_line(f"Next: autofit {first}{where}   then: autofit ui{where}")
+    sys.stdout.flush()
 
 
 def _trains_here(studied: str) -> bool:
