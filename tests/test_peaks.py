@@ -17,7 +17,7 @@ from experiments.frontends.peaks.mixed import draw, packs
 from experiments.frontends.peaks.predicting import with_deepspeed
 from experiments.frontends.peaks.rows import KINDS, Row, read_rows
 from experiments.frontends.peaks.then import NAME, loading
-from experiments.frontends.peaks.whole_run import Event, Traced, grown
+from experiments.frontends.peaks.whole_run import Event, Traced, grown, least
 
 GIB = 2**30
 ROW = Row(
@@ -80,14 +80,16 @@ def test_packed_rows_are_filled_by_the_longest_first_and_not_padded() -> None:
 
 def test_a_whole_run_is_played_at_any_length_and_holds_the_blocks_of_each_new_longest_sample() -> None:
     part = (Event(0, 0.0, 2.0**20), Event(0))  # 1 MiB a token, which no smaller block serves
-    row = replace(ROW, samples=((9, 60.0, 20.0, 20, 100),), longest_tokens=(100, 100))
-    reserved = dict(grown(row, Traced(([], []), (part, part, ())), steps=10, seed=0))
+    traced = Traced(([], []), (part, part, ()))
+    lengths = draw(((9, 60.0, 20.0, 20, 100),), count=160, most=100)
+    reserved = dict(grown(traced, lengths))
     assert list(reserved) == [1, 5, 10]
     records: list[int] = []
-    for tokens in draw(row.samples, count=160, most=100):
+    for tokens in lengths:
         if tokens > max(records, default=0):
             records.append(tokens)
     assert reserved[10] == round(sum(tokens + tokens % 2 for tokens in records) / 1024, 2)
+    assert least(traced, lengths)["least"] == round(max(records) / 1024, 3)  # without the blocks of shorter ones
 
 
 def test_rows_of_axolotl_have_the_allocator_settings_of_their_day_and_its_reserved_bytes() -> None:

@@ -1,0 +1,126 @@
+"""Every experiment, started with its shortest arguments: `python -m experiments.smoke [NAME ...]`, or `nox -s smoke`.
+
+It runs in a clone of the last commit, where it may write its results. One that still runs after --seconds is stopped and
+counts as one that runs: what is looked for is a program that no longer fits the code which it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+_SHORT = "search_efficiency/run.py --samplers autofit --seeds 1 --probes 2 --workers 1 --no-plot"
+_WHOLE_RUN = "ms-swift-2024/lora qwen-1_8b-chat, Max Length 2048"
+COMMANDS: dict[str, list[str]] = {  # by name: what python is given
+    "acceptance": ["-m", "experiments.acceptance", "status"],
+    "acceptance/first_search": ["-m", "experiments.acceptance.first_search"],
+    "busy_machine": ["experiments/busy_machine/run.py", "--seeds", "1"],
+    "drift": ["-m", "experiments.drift.run"],
+    "engines": ["-m", "experiments.engines"],
+    "engines/continuous": ["-m", "experiments.engines.continuous"],
+    "estimate_speed": ["experiments/estimate_speed/run.py"],
+    "fakegpu_depth": ["experiments/fakegpu_depth/depth.py"],
+    "faults": ["-m", "experiments.faults", "--runs", "1", "--beside", "1"],
+    "field": ["-m", "experiments.field", "--only", "trl-3678-20gb", "--no-notes", "--no-advice"],
+    "frontends/examples": ["experiments/frontends/examples.py"],
+    "frontends/recipes": ["experiments/frontends/recipes.py"],
+    "full_run/overhead": ["experiments/full_run/overhead.py", "--pairs", "1"],
+    "full_run/peak": ["experiments/full_run/peak.py", "--only", "sft"],
+    "key_tables": ["-m", "experiments.key_tables"],
+    "large_study": ["experiments/large_study/run.py", "--trials", "20", "--samplers", "random", "--short", "5"],
+    "neutrality": ["experiments/neutrality/run.py", "--only", "sft"],
+    "neutrality/ranks": ["experiments/neutrality/ranks.py"],
+    "peaks": ["-m", "experiments.frontends.peaks", "--smoke"],
+    "peaks/whole_run": ["-m", "experiments.frontends.peaks.whole_run", _WHOLE_RUN, "--least", "--steps", "2", "--seeds",
+                        "1", "--all-weights", "HuggingFaceTB/SmolLM2-135M"],
+    "peers": ["-m", "experiments.peers", "table"],
+    "probe_overhead": ["experiments/probe_overhead/run.py"],
+    "ranks": ["-m", "experiments.ranks.peaks", "sft"],
+    "ranks/foundry": ["-m", "experiments.ranks.foundry", "table"],
+    "ranks/scaling": ["-m", "experiments.ranks.scaling"],
+    "rates/bandwidth": ["experiments/rates/bandwidth.py"],
+    "rates/fsdp_hooks": ["experiments/rates/fsdp_hooks.py"],
+    "search_efficiency": [f"experiments/{_SHORT.split()[0]}", *_SHORT.split()[1:]],
+    "search_efficiency/cpu": ["experiments/search_efficiency/cpu.py", "--seeds", "1", "--probes", "2"],
+    "search_efficiency/scale": ["experiments/search_efficiency/scale.py"],
+    "seeds": ["experiments/seeds/run.py", "--only", "003_bf16"],
+    "storm": ["-m", "experiments.storm", "--inputs", "1", "--torn", "1", "--kills", "1", "--minutes", "1"],
+    "tabular": ["-m", "experiments.tabular.searches"],
+    "tuners": ["-m", "experiments.tuners", "--only", "autofit"],
+    "two_cards": ["-m", "experiments.two_cards.program", "mistral-7b/full/2", "out.json"],
+    "verl_boundaries": ["experiments/verl_boundaries/run.py", "1"],
+    "verl_logs": ["experiments/verl_logs/run.py", "1"],
+}  # fmt: skip
+NEEDS = {  # what the others need beside this repository's own environment
+    "accuracy": "a clone of the measured project",
+    "advise": "nothing: three recipes that `autofit advise` is given",
+    "context": "CUDA's libraries",
+    "frontends/chance": "checkouts of the other tools",
+    "gpu": "a card, or `--tiny` and `--device cpu`, as tests/test_campaign.py runs it",
+    "oracle": "torch's CUDA build",
+    "own_trainers": "the other tools' own environments",
+    "shared_studies": "a Postgres",
+    "slurm": "a Slurm",
+    "tiny_reward": "GSM8K",
+}
+
+
+def run(name: str, copy: Path, limit_s: float) -> tuple[str, float]:
+    """("" where it ends well or still runs after `limit_s` seconds, else the last lines it said; its seconds)."""
+    began = time.monotonic()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(copy)}
+    with tempfile.TemporaryFile("w+") as said:
+        child = subprocess.Popen([sys.executable, *COMMANDS[name]], cwd=copy, env=environment, stdin=subprocess.DEVNULL,
+                                 stdout=said, stderr=said, start_new_session=True)  # fmt: skip
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = 0
+        finally:
+            _end(child)
+        said.seek(0)
+        lines = [line.rstrip() for line in said if line.strip()]
+    return "" if code == 0 else "\n".join(lines[-5:]) or f"exit code {code}", time.monotonic() - began
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a program and what it started, as Ctrl-C would; at last by force."""
+    for how, wait_s in ((signal.SIGINT, 20), (signal.SIGKILL, 20)):
+        try:
+            os.killpg(child.pid, how)
+            child.wait(wait_s)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.smoke", description=__doc__)
+    parser.add_argument("name", nargs="*", choices=[*COMMANDS, []], help="of an experiment (default: all)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="after which one is stopped (120)")
+    options = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="smoke-") as home:
+        copy = Path(home) / "autofit"
+        subprocess.run(["git", "clone", "-q", REPOSITORY, copy], check=True)
+        for name in options.name or COMMANDS:
+            problem, spent_s = run(name, copy, options.seconds)
+            failed += bool(problem)
+            print(f"{name}: {'ok' if not problem else 'FAILED'} in {spent_s:.0f} s", flush=True)
+            if problem:
+                print(problem, flush=True)
+    for name, what in NEEDS.items():
+        print(f"{name}: not run, it needs {what}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
