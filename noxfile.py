@@ -34,7 +34,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types with mypy, strict."""
     session.install(*INSTALL)
-    session.run("mypy")
+    session.run("bash", ".ci/types", external=True)
 
 
 @nox.session
@@ -141,6 +141,13 @@ def cuda(session: nox.Session) -> None:
     rest.write_text("\n".join(pin for pin in pins if pin and not pin.startswith("torch==")))
     session.install("-c", str(rest), "-e", ".[dev]", env={"PIP_CONSTRAINT": os.devnull})
     session.run("pytest", "-m", "cuda", *(session.posargs or ["tests/test_null_gpu.py", "tests/test_card_values.py"]))
+
+
+@nox.session
+def smoke(session: nox.Session) -> None:
+    """Start every experiment with its shortest arguments, in a clone of the last commit."""
+    session.install(*INSTALL)
+    session.run("python", "-m", "experiments.smoke", *session.posargs)
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """Every experiment, started with its shortest arguments: `python -m experiments.smoke [NAME ...]`, or `nox -s smoke`.
 
-It runs in a clone of the last commit, where it may write its results. One that still runs after --seconds is stopped and
-counts as one that runs: what is looked for is a program that no longer fits the code which it measures.
+It runs in a clone of the last commit, where it may write its results. One that still runs after --seconds is stopped
+and counts as one that runs: what is looked for is a program that no longer fits the code which it measures.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "drift": ["-m", "experiments.drift.run"],
     "engines": ["-m", "experiments.engines"],
     "engines/continuous": ["-m", "experiments.engines.continuous"],
-    "estimate_speed": ["experiments/estimate_speed/run.py"],
     "fakegpu_depth": ["experiments/fakegpu_depth/depth.py"],
     "faults": ["-m", "experiments.faults", "--runs", "1", "--beside", "1"],
     "field": ["-m", "experiments.field", "--only", "trl-3678-20gb", "--no-notes", "--no-advice"],
-    "frontends/examples": ["experiments/frontends/examples.py"],
-    "frontends/recipes": ["experiments/frontends/recipes.py"],
-    "full_run/overhead": ["experiments/full_run/overhead.py", "--pairs", "1"],
+    "frontends/examples": ["-m", "experiments.frontends.examples"],
+    "frontends/recipes": ["-m", "experiments.frontends.recipes"],
+    "full_run/overhead": ["experiments/full_run/overhead.py", "--pairs", "2"],
     "full_run/peak": ["experiments/full_run/peak.py", "--only", "sft"],
     "key_tables": ["-m", "experiments.key_tables"],
     "large_study": ["experiments/large_study/run.py", "--trials", "20", "--samplers", "random", "--short", "5"],
@@ -75,7 +74,7 @@ NEEDS = {  # what the others need beside this repository's own environment
 def run(name: str, copy: Path, limit_s: float) -> tuple[str, float]:
     """("" where it ends well or still runs after `limit_s` seconds, else the last lines it said; its seconds)."""
     began = time.monotonic()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(copy)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{copy}:{copy / 'experiments'}"}
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen([sys.executable, *COMMANDS[name]], cwd=copy, env=environment, stdin=subprocess.DEVNULL,
                                  stdout=said, stderr=said, start_new_session=True)  # fmt: skip

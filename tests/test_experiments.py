@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
+from experiments import smoke
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
@@ -52,6 +55,24 @@ def test_an_experiment_calls_autofit_as_it_is_today_so_that_its_figures_can_be_m
         if callable(called) and (why := problem(call, called)) is not None:
             wrong.append(f"{path.name}:{call.lineno} {ast.unparse(call.func)}: {why}")
     assert not wrong
+
+
+def test_types_are_checked_in_every_experiment_and_each_has_a_shortest_command_or_a_need() -> None:
+    text = f"{(ROOT / '.ci' / 'types').read_text('utf-8')} {(ROOT / 'pyproject.toml').read_text('utf-8')}"
+    known = {name.split("/")[0] for name in (*smoke.COMMANDS, *smoke.NEEDS)}
+    parts = [path.relative_to(ROOT / "experiments").parts for path in FILES]
+    for folder in sorted({first for first, *rest in parts if rest}):
+        assert re.search(rf"\b{folder}\b", text), folder
+        assert folder in known
+
+
+def test_an_experiment_that_ends_with_an_error_has_failed_and_one_that_still_runs_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {"wrong": "print(1); raise ValueError('no such key')", "long": "import time; time.sleep(60)"}
+    monkeypatch.setattr(smoke, "COMMANDS", {name: ["-c", text] for name, text in programs.items()})
+    assert smoke.run("wrong", tmp_path, 60)[0].endswith("ValueError: no such key")
+    assert smoke.run("long", tmp_path, 1)[0] == ""
 
 
 def search_experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -70,7 +70,7 @@ def trace(case: Case, sizes: dict[str, int], *, shallow: bool) -> tuple[Run, flo
 
 
 def main() -> None:
-    results = []
+    results: list[dict[str, object]] = []
     for model, sizes in SIZES.items():
         for kind, rank in (("grpo", 16), ("grpo", None), ("sft", None), ("dpo", 16)):
             case = Case(

@@ -94,7 +94,7 @@ class FaultyRun:
         """The relative difference of the trained weights to those of `other`: 0 where every bit is the same."""
         ours, theirs = (load_file(run.output / "adapter_model.safetensors") for run in (self, other))
         apart = sum(float((ours[name] - theirs[name]).norm()) ** 2 for name in theirs)
-        return (apart / sum(float(weight.norm()) ** 2 for weight in theirs.values())) ** 0.5
+        return float((apart / sum(float(weight.norm()) ** 2 for weight in theirs.values())) ** 0.5)
 
     @property
     def events(self) -> list[str]:

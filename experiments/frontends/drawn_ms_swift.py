@@ -169,7 +169,7 @@ def script(values: Values) -> str:
     values = dict(values)
     command, environment = values.pop("command"), values.pop("ENV", {})
     as_is = values.pop(AS_IS, False)
-    left_out = () if as_is else _OF_RLHF if command != "rlhf" else ()
+    left_out: tuple[str, ...] = () if as_is else _OF_RLHF if command != "rlhf" else ()
     if not as_is and values.get("rlhf_type") not in ("grpo", "gkd"):
         left_out += _OF_ANSWERS
     if not as_is and values.get("rlhf_type") != "grpo":
@@ -275,10 +275,10 @@ def _facts(args: Any, training: Any, model: Any, ranks: int) -> Facts:
     from swift.utils import is_dist
 
     weights = dtypes(model)
-    peft = next(iter(getattr(model, "peft_config", {}).values()), None)
+    peft: Any = next(iter(getattr(model, "peft_config", {}).values()), None)
     if peft is not None and not hasattr(peft, "peft_type"):
         peft = None
-    plugin = training.deepspeed_plugin if training.deepspeed else None
+    plugin: Any = training.deepspeed_plugin if training.deepspeed else None
     kind = getattr(args, "rlhf_type", None) or ("sft" if args.task_type == "causal_lm" else args.task_type)
     kwargs = training.gradient_checkpointing_kwargs or {}
     reentrant = kwargs.get("use_reentrant")

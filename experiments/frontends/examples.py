@@ -11,10 +11,11 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -102,7 +103,7 @@ def scripts(checkout: Path) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    counted = {"verl": ("verl scripts", scripts), **{
+    counted: dict[str, tuple[str, Callable[[Path], Any]]] = {"verl": ("verl scripts", scripts), **{
         tool.name.lower(): (tool.name, partial(yamls, tool=tool)) for tool in (LLAMA_FACTORY, AXOLOTL, MS_SWIFT)
     }}  # fmt: skip
     for name in counted:

@@ -25,13 +25,13 @@ from datetime import date
 from pathlib import Path
 
 import yaml
-from examples import STUBS, arguments, commit_of
 
 from autofit.errors import ConfigError
 from autofit.frontends import verl
 from autofit.frontends.draft import Draft, Foreign
 from autofit.frontends.reading import explain, read
 from autofit.frontends.writing import can_say, written
+from experiments.frontends.examples import STUBS, arguments, commit_of
 
 HERE = Path(__file__).parent
 PROGRAMS = ("swift", "megatron", "torchrun", "accelerate", "deepspeed", "python", "ray", "pip", "sleep", "curl", "git")

@@ -235,7 +235,7 @@ def on_card(operation: Operation) -> float:
             operation()
         ends.record()
         torch.cuda.synchronize()
-        found.append(begins.elapsed_time(ends) / 1000 / _REPEATS)
+        found.append(float(begins.elapsed_time(ends)) / 1000 / _REPEATS)
     return sorted(found)[2]
 
 

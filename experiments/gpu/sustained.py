@@ -118,7 +118,7 @@ def _repeated(a: torch.Tensor, b: torch.Tensor, times: int) -> float:
         a @ b
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000 / times
+    return float(begin.elapsed_time(end)) / 1000 / times
 
 
 def main() -> None:
@@ -126,7 +126,8 @@ def main() -> None:
     if card == "cuda":
         append(out, {"products": products(), "torch": torch.__version__})
     for name, length, micro, checkpoints in CASES:
-        watch, seconds, row = _Watch(), _LASTS_S, {}
+        watch, seconds = _Watch(), _LASTS_S
+        row: dict[str, Any] = {}
         context: AbstractContextManager[Any] = nullcontext()
         if card != "cuda":
             from autofit.fakegpu import fake_gpu

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "search_efficiency"))
 
@@ -94,9 +95,9 @@ def main(trials: int, samplers: tuple[SamplerName, ...], short: int) -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        rows = {name: searched(case, folder / name, name, short, mirrored=False) for name in samplers}
+        rows: dict[str, Any] = {name: searched(case, folder / name, name, short, mirrored=False) for name in samplers}
         whole = searched(case, folder, "autofit", trials, mirrored=True) | opened(case, folder, trials)
-    content = {
+    content: dict[str, Any] = {
         "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
         "versions": {n: version(n) for n in ("optuna", "mlflow", "numpy", "scipy")},
         "python": platform.python_version(), "load_average_before": round(load, 2), "candidates": len(case.grid),
@@ -113,8 +114,9 @@ def searched(
     folder.mkdir(exist_ok=True)
     plan, launcher = _plan(case, folder, sampler, trials), AtOnce(case)
     began = time.perf_counter()
-    with following(folder, plan.name) if mirrored else contextlib.nullcontext():
-        Search(plan, open_study(plan), server_socket=None, launcher=launcher).run()
+    study = open_study(plan)
+    with following(folder, study) if mirrored else contextlib.nullcontext():
+        Search(plan, study, server_socket=None, launcher=launcher).run()
         ended = time.perf_counter()
     launcher.held_bytes.append(launcher.held_bytes[-1])
     rows = {}

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from run import (
     BATCH,
@@ -48,7 +49,7 @@ def rows() -> Iterator[Row]:
     yield grpo("dapo, num_iterations 2, beta 0.1", loss_type="dapo", num_iterations=2, beta=0.1)
     yield grpo("dapo, groups shared by ranks", loss_type="dapo", num_generations=16)
     yield grpo("grpo, rewards scaled by batch", scale_rewards="batch")
-    two = {"reward_funcs": ["a.b", "c.d"], "reward_weights": [1.0, 0.5]}
+    two: dict[str, Any] = {"reward_funcs": ["a.b", "c.d"], "reward_weights": [1.0, 0.5]}
     yield grpo("grpo, 2 rewards normalised, then summed", **two, multi_objective_aggregation="normalize_then_sum")
     yield grpo("grpo, adaptive entropy bonus", use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=9.0)
     yield grpo("grpo, off-policy mask, num_iterations 2", off_policy_mask_threshold=0.01, num_iterations=2)
@@ -98,7 +99,7 @@ def measure(row: Row, models: Path, only: tuple[str, ...] = ()) -> dict[str, flo
 
     settings = row["settings"]
     assert isinstance(settings, dict)
-    base = {"model_name_or_path": str(models / str(row.get("model", "llama"))), "dataset_name": "none"}
+    base: dict[str, Any] = {"model_name_or_path": str(models / str(row.get("model", "llama"))), "dataset_name": "none"}
     rewards = {"reward_funcs": ["a.b"]} if row["trainer"] in ("grpo", "rloo") else {}
     base = {**base, **rewards, **settings}
     named = {case: {**base, **spread(settings, *how)} for case, how in CASES.items() if case in only or not only}

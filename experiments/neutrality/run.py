@@ -53,13 +53,13 @@ def rows() -> Iterator[Row]:
         yield grpo(f"{loss}, rewards not scaled", loss_type=loss, scale_rewards="none")
         yield grpo(f"{loss}, top entropy 0.5", loss_type=loss, top_entropy_quantile=0.5)
         yield grpo(f"{loss}, entropy bonus", loss_type=loss, entropy_coef=0.01)
-    two_groups = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 8}
+    two_groups: dict[str, Any] = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 8}
     for loss in ("grpo", "dapo", "bnpo"):
         yield grpo(f"{loss}, 2 groups", **two_groups, loss_type=loss)
     yield grpo("grpo, rewards scaled by batch, 2 groups", **two_groups, scale_rewards="batch")
     yield grpo("luspo, importance of sequences", loss_type="luspo", importance_sampling_level="sequence")
     yield grpo("grpo, adaptive entropy bonus", use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=9.0)
-    two = {"reward_funcs": ["a.b", "c.d"], "reward_weights": [1.0, 0.5]}
+    two: dict[str, Any] = {"reward_funcs": ["a.b", "c.d"], "reward_weights": [1.0, 0.5]}
     yield grpo("grpo, 2 rewards summed, then normalised", **two)
     yield grpo("grpo, 2 rewards normalised, then summed", **two, multi_objective_aggregation="normalize_then_sum")
     yield grpo("grpo, two-sided clipping, num_iterations 2", delta=1.05, num_iterations=2, epsilon=0.1)

@@ -82,7 +82,7 @@ def _config(name: str, random: Random) -> Config:
     trainer, model = random.choice(_TRAINERS), random.choice(_MODELS)
     axes = (random.choice(_ADAPTERS), random.choice(_DTYPES), random.choice(_COMMON),
             random.choice(_OF_TRAINER[trainer]), {"optim": random.choice(_OPTIMIZERS)})  # fmt: skip
-    values = {key: value for axis in axes for key, value in axis.items()}
+    values: dict[str, Any] = {key: value for axis in axes for key, value in axis.items()}
     micro, accumulation, tokens = random.choice(_MICRO), random.choice(_ACCUMULATION), random.choice(_TOKENS)
     if trainer not in ("grpo", "rloo"):
         return samples(name, trainer, model, tokens, (micro, accumulation), _said(model, axes), **values)

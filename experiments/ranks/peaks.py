@@ -57,7 +57,7 @@ def _cases(trainer: str, home: Path, server: ForkServer) -> Iterator[list[dict[s
     for sharding in ("ddp", "fsdp2"):
         for ranks in (2, 4):
             for method in ("full", "lora"):
-                launch, changes = Launch(ranks=ranks, sharding=sharding), {"use_peft": method == "lora"}  # type: ignore[arg-type]
+                launch, changes = Launch(ranks=ranks, sharding=sharding), {"use_peft": method == "lora"}
                 place = folder / f"{sharding}-{ranks}-{method}"
                 found = real_peaks(recipe, launch, place, server, changes, deadline_s=_LONGEST_S)
                 yield [_row(trainer, sharding, ranks, method, peak) for peak in found]

@@ -137,7 +137,7 @@ def program(row: Row) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
         def jsd() -> torch.Tensor:
             m = torch.lerp(torch.exp(p), torch.exp(q), 0.5)
             each = (F.kl_div(torch.log(m), x, reduction="none", log_target=True).sum(-1) for x in (q, p))
-            return (sum(0.5 * loss for loss in each) / p.shape[0]).sum()
+            return torch.as_tensor(sum(0.5 * loss for loss in each) / p.shape[0]).sum()
 
         return jsd, []
     if name in ("geglu", "swiglu"):
@@ -225,7 +225,7 @@ def read() -> list[Row]:
     with CSV.open() as file:
         lines = csv.reader(line for line in file if not line.startswith("#"))
         next(lines)
-        return [Row(*line[:5], float(line[5])) for line in lines]
+        return [Row(card, kernel, mode, sizes, liger, float(ms)) for card, kernel, mode, sizes, liger, ms, *_ in lines]
 
 
 def errors(ratios: list[float]) -> str:

@@ -6,6 +6,7 @@ Llama-2-7B took 1 / 25.5 s a token on an A100 80GB, as PyTorch's blog reports; n
 
 import sys
 import warnings
+from typing import Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,7 +40,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     sys.path.insert(0, sys.argv[1])
     with fake_gpu("a100-80gb") as gpu, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # as its eager decoding chose
-        from model import Transformer
+        from model import Transformer  # type: ignore[import-not-found]
 
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("cuda"):
@@ -48,7 +49,8 @@ def main() -> None:
         token = torch.zeros(1, 1, dtype=torch.int, device="cuda")
         position = torch.zeros(1, dtype=torch.int, device="cuda")
         model(token, position)
-        gpu.clock.log = counter = Counter()
+        counter = Counter()
+        gpu.clock.log = cast(Any, counter)
         logits = model(token, position)[0, -1]
         smallest = torch.topk(logits, 200).values[-1:]
         chances = torch.softmax(torch.where(logits < smallest, -float("inf"), logits), -1)

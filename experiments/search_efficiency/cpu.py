@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import law
 import numpy as np
 import optuna
 import run
@@ -63,15 +64,17 @@ def measure() -> None:
         rows.append({"params": trial.params, "device_used_bytes": result["device_used_bytes"],
                      "step_s": result["step_s"], "rollout_s": result["rollout_s"]})  # fmt: skip
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-    content = {"date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
-               "versions": versions, "resolved": dict(record_of(study).resolved), "rows": rows}  # fmt: skip
+    content: dict[str, Any] = {
+        "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
+        "versions": versions, "resolved": dict(record_of(study).resolved), "rows": rows,
+    }  # fmt: skip
     content["resolved"] |= {"model_name_or_path": "a Llama of 4 layers, 128 wide", "output_dir": "out",
                             "dataset_name": "24 made-up prompts"}  # fmt: skip
     _TABLE.write_text(json.dumps(content) + "\n")
 
 
 @functools.cache
-def table() -> tuple[Space, Grid, run.law.Floats, run.law.Floats, run.law.Floats]:
+def table() -> tuple[Space, Grid, law.Floats, law.Floats, law.Floats]:
     """The space and its grid; bytes, seconds of a step (median of three) and of its rollout, of each candidate."""
     content = json.loads(_TABLE.read_text())
     recipe = Recipe(trainer="grpo", values={}, resolved=content["resolved"], keys=ROLLOUTS)

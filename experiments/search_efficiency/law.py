@@ -238,8 +238,9 @@ def _regions(coded: NDArray[np.int64], chance: np.random.Generator) -> Floats:
 
 def _scaled(values: Floats, misprediction: float, chance: np.random.Generator) -> Floats:
     """`values` with a root mean square of `misprediction`: half of it over the grid, half common to all."""
-    within = values - values.mean()
-    return within / max(1e-9, within.std()) * _WITHIN * misprediction + _common(misprediction, chance)
+    within: Floats = values - values.mean()
+    found: Floats = within / max(1e-9, within.std()) * _WITHIN * misprediction + _common(misprediction, chance)
+    return found
 
 
 def _scaled_phases(expected: Floats, off: Floats, misprediction: float, chance: np.random.Generator) -> Floats:

@@ -49,7 +49,7 @@ def one(url: str, trials: int, number: int, folder: str) -> str:
     if url != "sqlite":
         use_storage(home, url)
     wanted = plan(home if url != "sqlite" else Path(folder), trials)
-    knobs = [k for k in load_space(None, trainer="grpo") if k.name not in ("quantization", "num_generations")]
+    knobs = tuple(k for k in load_space(None, trainer="grpo") if k.name not in ("quantization", "num_generations"))
     space = Space.of(wanted.recipe, knobs, allow="recipe")  # 468 candidates
     wanted = replace(wanted, study_name=f"law-{number}", sampler="random", space=space)
     with driving(wanted.folder, wanted.name):

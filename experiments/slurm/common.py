@@ -20,8 +20,9 @@ from autofit.cluster.scheduler import executor_of  # noqa: E402
 from autofit.probing.cluster_launch import ClusterLauncher  # noqa: E402
 from autofit.space.knob import load_space  # noqa: E402
 from autofit.space.space import Space  # noqa: E402
+from autofit.tuning.locks import exclusive  # noqa: E402
 from autofit.tuning.search import Plan, Search, open_study  # noqa: E402
-from autofit.tuning.study import exclusive, load_study, trials_of  # noqa: E402
+from autofit.tuning.study import load_study, trials_of  # noqa: E402
 
 
 def plan(folder: Path, trials: int, at_once: int) -> Plan:

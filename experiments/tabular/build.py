@@ -64,6 +64,7 @@ def forecast(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     finally:
         server.close()
     known, grid = made.predictions, Grid.of(space)
+    assert plan.limit_bytes is not None  # the card's
     assert known.candidates == grid.candidates
     rows = [
         [*codes, int(tier), _or_none(used / 1e6), _or_none(step * 1e3), str(source or "unknown")[0]]

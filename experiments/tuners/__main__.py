@@ -41,8 +41,8 @@ def main() -> None:
         return
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in arguments.only or [name for name in NAMES if name not in results]:
-        outcome = ran(name, arguments.python)
-        results = {**(json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}), name: outcome}
+        answer = ran(name, arguments.python)
+        results = {**(json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}), name: answer}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(name, results[name], flush=True)
     (HERE / "table.md").write_text(table(results), encoding="utf-8")

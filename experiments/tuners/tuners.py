@@ -37,7 +37,7 @@ def find_executable_batch_size() -> Outcome:
     tried: list[int] = []
     with fake_gpu(CARD, record_places=False) as gpu:
 
-        @decorator(starting_batch_size=MICRO)  # type: ignore[misc]
+        @decorator(starting_batch_size=MICRO)  # type: ignore[untyped-decorator]
         def train(batch_size: int) -> float:
             tried.append(batch_size)
             made, seen = trainer(gpu, batch_size, ACCUMULATION)

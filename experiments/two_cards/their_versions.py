@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,8 +51,8 @@ def prepare() -> None:
     provide("flash_attn.bert_padding", index_first_axis=unused, pad_input=unused, unpad_input=unused)
     provide("flash_attn.layers")
     provide("flash_attn.layers.rotary", apply_rotary_emb=unused)
-    version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "2.7.0" if name == "flash_attn" else version(name)
+    version, metadata = importlib.metadata.version, cast(Any, importlib.metadata)
+    metadata.version = lambda name: "2.7.0" if name == "flash_attn" else version(name)
     import transformers.utils
     import transformers.utils.import_utils as choices
 

@@ -103,8 +103,8 @@ def main(config: str, checkout: Path, folder: Path, out: Path) -> None:
     started = time.perf_counter()
     peaks: list[int] = []
     with fake_gpu("a10g", record_places="PLACES" in os.environ) as gpu:
-        method = import_module("litgpt.finetune." + Path(config).stem)
-        from litgpt.args import EvalArgs, TrainArgs  # type: ignore[import-not-found]
+        method: Any = import_module("litgpt.finetune." + Path(config).stem)
+        from litgpt.args import EvalArgs, TrainArgs
 
         fit_of, shape_of = method.fit, method.Config
 

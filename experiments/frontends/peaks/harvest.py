@@ -221,7 +221,7 @@ def kernels(row: dict[str, object]) -> int:
 
 def half_digit(text: str) -> float:
     """Half of the last digit that a figure shows."""
-    return 0.5 * 10 ** -len(text.partition(".")[2])
+    return float(0.5 * 10.0 ** -len(text.partition(".")[2]))
 
 
 # -- ms-swift's benchmark of 2024-01 ----------------------------------------------------------------------------------

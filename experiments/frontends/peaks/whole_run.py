@@ -2,8 +2,8 @@
 
 A row is predicted over 32 micro-batches; its figure is of a run of a thousand or more, in which each new longest sample
 finds no cached block that is large enough. Here micro-batches of three lengths are traced. Their events are the same
-but for sizes, which are linear in the tokens (the length between checks it), so those of any length follow, and a run is
-played into the simulated allocator in minutes. The loss is that of transformers before 4.49 (a copy of the logits).
+but for sizes, which are linear in the tokens (the length between checks it), so those of any length follow, and a run
+is played into the simulated allocator in minutes. The loss is that of transformers before 4.49 (a copy of the logits).
 
 `--least` tells in place of it the least capacity in which such a run ends, and that of a run whose micro-batches all
 have the longest sample, as a prediction's have; `--all-weights MODEL` trains a model of the catalogue without LoRA.

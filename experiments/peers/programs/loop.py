@@ -19,7 +19,7 @@ def told(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**json.loads((folder / "row.json").read_text(encoding="utf-8")))
 
 
-def built(row: SimpleNamespace, folder: Path) -> torch.nn.Module:
+def built(row: SimpleNamespace, folder: Path) -> Any:
     """The model with its adapters, on no card yet."""
     config = AutoConfig.from_pretrained(folder / "model")
     config.use_cache = row.cache
@@ -40,9 +40,7 @@ def built(row: SimpleNamespace, folder: Path) -> torch.nn.Module:
     return model.train()
 
 
-def stepper(
-    row: SimpleNamespace, model: torch.nn.Module, device: str
-) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+def stepper(row: SimpleNamespace, model: Any, device: str) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
     """The optimizer, and a function that does one step on random tokens."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, foreach=True)

@@ -7,24 +7,30 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from loop import built, stepper, told
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+
+if TYPE_CHECKING:
+    from experiments.peers.programs.loop import built, stepper, told
+else:  # a program beside this one, which is started by its path
+    from loop import built, stepper, told
 
 DEVICE = "cpu"  # torch here is a CPU build; sizes of tensors are the same
 
 
 def sharded(model: torch.nn.Module, ranks: int) -> None:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    mesh = dist.init_device_mesh(DEVICE, (ranks,))
+    mesh = init_device_mesh(DEVICE, (ranks,))
     for module in model.modules():
         if type(module).__name__.endswith("DecoderLayer"):
             fully_shard(module, mesh=mesh)
