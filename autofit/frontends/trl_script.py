@@ -28,7 +28,7 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Explanation, Foreign, Line
-from autofit.frontends.python_file import ADAPTED, PythonFile, adapted, as_it_is, python_file
+from autofit.frontends.python_file import ADAPTED, LENGTHS, RANKS, PythonFile, adapted, as_it_is, python_file
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, not_simulated, recipe, stand_in, tool_of
 from autofit.recipe.keys import RENAMED
@@ -67,10 +67,8 @@ _SHARED = frozenset({_MODEL, *_OF_MODEL_CONFIG, *_OF_BATCH.split(), *TAKEN_BY, *
     "dataset_name"
 }
 _MODELS = ("model_name", "model_id", "base_model", "model_path", "model")  # a script's own names of it
-_LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "model_max_length")  # and of the longest row
-
 _OTHERWISE = (
-    (_MODEL, _MODELS, str), ("max_length", _LENGTHS, int), ("lora_r", ("lora_rank",), int),
+    (_MODEL, _MODELS, str), ("max_length", LENGTHS, int), ("lora_r", RANKS[1:], int),
     ("lora_target_modules", ADAPTED, str | list),
 )  # fmt: skip
 
