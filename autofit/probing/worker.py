@@ -81,15 +81,6 @@ class Followed(Report):
     def enter(self, phase: str) -> str:
         return self.recorder.enter(phase)
 
-    def step_begins(self, step: int) -> None:
-        self.recorder.enter(UPDATE)
-
-    def gradient_is_whole(self, model: object, optimizer: object) -> None:
-        self.recorder.enter(OPTIMIZER)
-
-    def optimizer_ends(self) -> None:
-        self.recorder.enter(UPDATE)
-
 
 # The clock of a probe's measured steps.
 
@@ -453,7 +444,7 @@ class _StepMarks(Followed):
         self._memory, self._measure_after, self._loads_apart = memory, measure_after, loads_apart
         self._trained: tuple[object, object] | None = None
 
-    def gradient_is_whole(self, model: object, optimizer: object) -> None:
+    def gradient_is_whole(self, model: Any, optimizer: Any) -> None:
         super().gradient_is_whole(model, optimizer)
         self._trained = model, optimizer
 
