@@ -24,10 +24,18 @@ from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Foreseen, Trial
-from autofit.tuning.glance import no_study
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats, sealed_file
-from autofit.tuning.storage import CALLS, Database, cause_of, check_is_of, check_there, database_of, keep_storage
+from autofit.tuning.storage import (
+    CALLS,
+    Database,
+    cause_of,
+    check_is_of,
+    check_there,
+    database_of,
+    keep_storage,
+    no_study,
+)
 
 
 class SoleWriter(_CachedStorage):
