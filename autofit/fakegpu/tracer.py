@@ -41,13 +41,9 @@ class Tracer(TorchDispatchMode):
     """The dispatch mode on top of torch's FakeTensorMode."""
 
     def __init__(
-        self,
-        memory: SimulatedMemory,
-        clock: Clock,
-        *,
-        blas_workspace_bytes: int,
+        self, memory: SimulatedMemory, clock: Clock, *, blas_workspace_bytes: int,
         note: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.clock = clock
@@ -81,12 +77,9 @@ class Tracer(TorchDispatchMode):
         return False  # nothing is compiled here, and the wrapper costs more than most of this mode
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)

@@ -51,11 +51,9 @@ def _read(path: Path, _: object) -> PythonFile | None:
     trainers = {name for name in used & known if name.endswith("Trainer")}
     own = {name: default for node in nodes for name, default in _arguments(node)}
     return PythonFile(
-        trainers=tuple(sorted(trainers)),
-        takes_trls=bool(used & set(_PARSERS)),
-        takes_models="ModelConfig" in known,
+        trainers=tuple(sorted(trainers)), takes_trls=bool(used & set(_PARSERS)), takes_models="ModelConfig" in known,
         own=own,
-    )
+    )  # fmt: skip
 
 
 def adapted(said: object) -> object:

@@ -48,13 +48,7 @@ from autofit.tuning.frontier import Trial, baseline, common_front, winner
 from autofit.tuning.locks import exclusive
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
-from autofit.tuning.study import (
-    database_errors,
-    load_study,
-    open_storage,
-    study_names,
-    with_confirmations,
-)
+from autofit.tuning.study import database_errors, load_study, open_storage, study_names, with_confirmations
 from autofit.units import format_bytes
 
 _WINNER = "autofit.winner"

@@ -157,12 +157,10 @@ def _memory_stats(memory: SimulatedMemory) -> dict[str, object]:
         "reserved_bytes": _stat(allocator.reserved_bytes, allocator.peak_reserved_bytes),
         "active_bytes": _stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
         "inactive_split_bytes": _stat(inactive, inactive),
-        "segment": _stat(allocator.segment_count, allocator.segment_count),
-        "num_alloc_retries": allocator.retry_count,
-        "num_ooms": allocator.oom_count,
-        **dict.fromkeys(("allocation", "active", "inactive_split"), zero),
+        "segment": _stat(allocator.segment_count, allocator.segment_count), "num_alloc_retries": allocator.retry_count,
+        "num_ooms": allocator.oom_count, **dict.fromkeys(("allocation", "active", "inactive_split"), zero),
         **dict.fromkeys(("oversize_allocations", "oversize_segments"), zero["all"]),
-    }
+    }  # fmt: skip
 
 
 def answers(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
