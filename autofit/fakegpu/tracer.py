@@ -58,7 +58,8 @@ class Tracer(TorchDispatchMode):
         self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
-        self.handlers[torch.ops._c10d_functional.wait_tensor.default] = _waited
+        # what a collective wrote, as a card has it; for fakes torch makes a copy of it
+        self.handlers[torch.ops._c10d_functional.wait_tensor.default] = lambda args, kwargs: args[0]
         if memory.device_type == "cuda":
             self.in_parts[aten.masked_scatter_backward.default] = self._masked_scatter_backward
         self.fusion: Fusion | None = None  # once a compiled function was called
@@ -366,11 +367,6 @@ def _rows_apart(out: torch.Tensor) -> torch.Tensor:
         return out
     width = -(-out.shape[-1] // multiple) * multiple
     return out.new_empty_strided(out.shape, (out.shape[-2] * width, width, 1)[-out.dim() :])
-
-
-def _waited(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """What a collective wrote, as a card has it; for fakes torch makes a copy of it."""
-    return args[0]
 
 
 def _addmm_to_dtype(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -146,12 +146,9 @@ def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
         kind=kind, values=values, ranks=count if isinstance(count, int) else None, notes=tuple(notes),
         keys=keys | names,
         fixed=frozenset() if file is None or file.takes_models else _OF_MODEL_CONFIG - file.own.keys(),
-        prompt_tokens=prompt_tokens, words=" ".join((*takewhile(_is_no_option, before[:2]), script)),
+        prompt_tokens=prompt_tokens,
+        words=" ".join((*takewhile(lambda word: not word.startswith("--"), before[:2]), script)),
     )  # fmt: skip
-
-
-def _is_no_option(word: str) -> bool:
-    return not word.startswith("--")
 
 
 def _without_own(
