@@ -279,22 +279,13 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder) -> tu
     result = ProbeResult(
         status=ProbeStatus.OOM if over else ProbeStatus.FIT,
         reason="device-used bytes exceeded the target" if over else "",
-        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
-        device=request.device,
-        limit_bytes=request.limit_bytes,
-        phases=tuple(p for p in peaks if p.name != "end"),
-        step_s=tuple(steps.step_s),
-        rollout_s=tuple(steps.rollout_s),
-        update_s=tuple(steps.update_s),
-        sync_s=tuple(steps.sync_s),
-        phase_s=dict(getattr(steps, "phase_s", {})),
-        card_states=tuple(steps.card_states),
-        completions_per_step=run.samples_per_step,
-        tokens_per_step=run.tokens_per_step,
-        device_name=memory.device_name,
-        versions=versions(),
-        **most,
-    )
+        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None, device=request.device,
+        limit_bytes=request.limit_bytes, phases=tuple(p for p in peaks if p.name != "end"), step_s=tuple(steps.step_s),
+        rollout_s=tuple(steps.rollout_s), update_s=tuple(steps.update_s), sync_s=tuple(steps.sync_s),
+        phase_s=dict(getattr(steps, "phase_s", {})), card_states=tuple(steps.card_states),
+        completions_per_step=run.samples_per_step, tokens_per_step=run.tokens_per_step, device_name=memory.device_name,
+        versions=versions(), **most,
+    )  # fmt: skip
     return result, run
 
 

@@ -399,14 +399,10 @@ def to_trial(frozen: FrozenTrial) -> Trial:
     attrs = frozen.user_attrs
     result = attrs.get("result")
     return Trial(
-        number=frozen.number,
-        tier=cast(Tier, attrs.get("tier", "neutral")),
-        changes=attrs.get("changes", {}),
-        params=frozen.params,
-        yaml_changes=attrs.get("yaml_changes", {}),
-        needs=tuple(attrs.get("needs", ())),
+        number=frozen.number, tier=cast(Tier, attrs.get("tier", "neutral")), changes=attrs.get("changes", {}),
+        params=frozen.params, yaml_changes=attrs.get("yaml_changes", {}), needs=tuple(attrs.get("needs", ())),
         result=None if result is None or not frozen.state.is_finished() else ProbeResult.from_json(result),
-    )
+    )  # fmt: skip
 
 
 def trials_of(study: optuna.Study) -> list[Trial]:
