@@ -171,14 +171,33 @@ def smollm2_recipe(*, model: Path, data: Path) -> Recipe:
     Dropout is off, as its masks would differ between splits of the same batch.
     """
     return {
-        "model_name_or_path": str(model), "dtype": "bfloat16", "dataset_name": str(data), "reward_funcs": [REWARD],
-        "output_dir": "outputs/smollm2-chain-sum", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4,
-        "num_generations": 8, "max_completion_length": 12, "temperature": 0.8, "beta": 0.0, "loss_type": "dapo",
-        "learning_rate": 5.0e-4, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "max_steps": 30,
-        "use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0,
+        "model_name_or_path": str(model),
+        "dtype": "bfloat16",
+        "dataset_name": str(data),
+        "reward_funcs": [REWARD],
+        "output_dir": "outputs/smollm2-chain-sum",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "num_generations": 8,
+        "max_completion_length": 12,
+        "temperature": 0.8,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "learning_rate": 5.0e-4,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 2,
+        "max_steps": 30,
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
         "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "bf16": True, "logging_steps": 1, "save_steps": 10, "report_to": "none", "seed": 42,
-    }  # fmt: skip
+        "bf16": True,
+        "logging_steps": 1,
+        "save_steps": 10,
+        "report_to": "none",
+        "seed": 42,
+    }
 
 
 def recipe_text(recipe: Recipe) -> str:

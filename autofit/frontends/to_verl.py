@@ -18,12 +18,18 @@ from autofit.recipe.launch import Launch
 _A, _R, _M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))  # actor, rollout, model
 # {key of TRL: verl's} of those with one meaning in both
 _SAME: Mapping[str, str] = {
-    "model_name_or_path": f"{_M}.path", "num_generations": f"{_R}.n", "num_iterations": f"{_A}.ppo_epochs",
-    "max_completion_length": "data.max_response_length", "learning_rate": f"{_A}.optim.lr",
-    "weight_decay": f"{_A}.optim.weight_decay", "max_grad_norm": f"{_A}.optim.clip_grad",
-    "temperature": f"{_R}.temperature", "epsilon": f"{_A}.clip_ratio_low",
-    "gradient_checkpointing": f"{_M}.enable_gradient_checkpointing", "seed": "data.seed",
-}  # fmt: skip
+    "model_name_or_path": f"{_M}.path",
+    "num_generations": f"{_R}.n",
+    "num_iterations": f"{_A}.ppo_epochs",
+    "max_completion_length": "data.max_response_length",
+    "learning_rate": f"{_A}.optim.lr",
+    "weight_decay": f"{_A}.optim.weight_decay",
+    "max_grad_norm": f"{_A}.optim.clip_grad",
+    "temperature": f"{_R}.temperature",
+    "epsilon": f"{_A}.clip_ratio_low",
+    "gradient_checkpointing": f"{_M}.enable_gradient_checkpointing",
+    "seed": "data.seed",
+}
 _OF_VLLM = {
     "vllm_gpu_memory_utilization": f"{_R}.gpu_memory_utilization",
     "vllm_tensor_parallel_size": f"{_R}.tensor_model_parallel_size",
