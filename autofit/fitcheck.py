@@ -141,13 +141,9 @@ class FitCheck:
 
 
 def fit_check(
-    model: "Callable[[], object] | torch.nn.Module",
-    step: Callable[..., object],
-    *,
-    gpu: str,
-    steps: int = 2,
+    model: "Callable[[], object] | torch.nn.Module", step: Callable[..., object], *, gpu: str, steps: int = 2,
     target_vram: str | int | None = None,
-) -> FitCheck:
+) -> FitCheck:  # fmt: skip
     """Peak memory and step time of a training loop on the simulated card `gpu`, and whether it fits.
 
     `model()` builds the model on the card, and may build its optimizer too. `step` gets the value that `model()`
@@ -328,19 +324,14 @@ class CheckedLoop:
         card = self._card
         report = card.why_peak(limit=len(card.memory.allocations))
         return FitCheck(
-            gpu=card.spec.name,
-            capacity_bytes=card.spec.capacity_bytes,
-            target_bytes=target_bytes,
-            peak_allocated_bytes=card.peak_allocated_bytes,
-            peak_reserved_bytes=card.peak_reserved_bytes,
+            gpu=card.spec.name, capacity_bytes=card.spec.capacity_bytes, target_bytes=target_bytes,
+            peak_allocated_bytes=card.peak_allocated_bytes, peak_reserved_bytes=card.peak_reserved_bytes,
             device_used_bytes=card.device_used_bytes,
-            least_capacity_bytes=card.least_capacity_bytes if self.out_of_memory is None else None,
-            step_s=self.step_s,
+            least_capacity_bytes=card.least_capacity_bytes if self.out_of_memory is None else None, step_s=self.step_s,
             peak_phase=report.phase,
             alive_at_peak=_alive([(i.category, i.place, i.nbytes, i.count) for i in report.items]),
-            notes=tuple(card.notes),
-            out_of_memory=self.out_of_memory,
-        )
+            notes=tuple(card.notes), out_of_memory=self.out_of_memory,
+        )  # fmt: skip
 
 
 def _check_arguments(step: Callable[..., object], arguments: tuple[object, ...]) -> None:

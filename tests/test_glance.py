@@ -12,8 +12,7 @@ from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.promotion.promotion import choose
 from autofit.tuning.frontier import Rule
-from autofit.tuning.glance import check_names
-from autofit.tuning.storage import database_of
+from autofit.tuning.storage import check_names, database_of
 from autofit.tuning.study import load_study, open_storage, trials_of
 
 RULE: Rule = {"goal": "speed", "target_bytes": 0}

@@ -266,9 +266,14 @@ found = Mine() is not None, twice(3), reward, swanlab, isinstance(1, tasks.Run),
     assert len(notes) == 1
 
 
-def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none(tmp_path: Path) -> None:
+def test_made_up_rows_are_read_from_files_that_are_missing_and_written_over_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
+    from huggingface_hub import constants
 
+    for told in (constants, datasets.config):  # as a script of its own is: else the hub is asked again for 23 s
+        monkeypatch.setattr(told, "HF_HUB_OFFLINE", True)
     notes: list[str] = []
     (tmp_path / "folder").mkdir()
     made = MadeUp(Columns("row['question']"), 20, tmp_path / "folder", notes.append)

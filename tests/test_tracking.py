@@ -19,8 +19,8 @@ from search_driver import plan
 from autofit.files import write_json
 from autofit.tracking import follower
 from autofit.tracking.follower import following, keep_mirrored, told_of
+from autofit.tracking.front_plot import write_step
 from autofit.tracking.runs import client, experiment_id
-from autofit.tracking.step_plot import write_step
 from autofit.tracking.study_mirror import _sync, sync
 from autofit.tuning.record import record_of
 from autofit.tuning.search import Search, open_study

@@ -26,11 +26,8 @@ class Explained(Shown):
 
 
 def explain(
-    file: str | os.PathLike[str],
-    *,
-    changes: Mapping[str, object] | None = None,
-    num_processes: int | None = None,
-) -> Explained:
+    file: str | os.PathLike[str], *, changes: Mapping[str, object] | None = None, num_processes: int | None = None,
+) -> Explained:  # fmt: skip
     """What a file of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1 trains, in less than a second, without torch.
 
     `file` is a YAML, a shell script, or a command such as "swift sft --model ...". `changes` are in the tool's own

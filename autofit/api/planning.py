@@ -17,14 +17,7 @@ from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, at_least_one, option
 from autofit.files import claim
 from autofit.frontends.writing import changed, in_16_bits
-from autofit.hardware.hardware import (
-    NO_NEEDS,
-    CardNeeds,
-    about_choice,
-    choose_device_and_target,
-    choose_target,
-    gpus,
-)
+from autofit.hardware.hardware import NO_NEEDS, CardNeeds, about_choice, choose_device_and_target, choose_target, gpus
 from autofit.hardware.health import compiling_faults
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.slots import check_cuda

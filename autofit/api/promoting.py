@@ -15,18 +15,8 @@ from autofit.cluster.scheduler import Executor, cluster_of
 from autofit.errors import ConfigError
 from autofit.files import write_atomically
 from autofit.probing.launch import is_alive
-from autofit.promotion.promotion import (
-    Promotion,
-    choose,
-    follow,
-    logged,
-    model_path,
-    plan_promotion,
-    stop,
-)
-from autofit.promotion.promotion import (
-    launch as launch_run,
-)
+from autofit.promotion.promotion import Promotion, choose, follow, logged, model_path, plan_promotion, stop
+from autofit.promotion.promotion import launch as launch_run
 from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove
 from autofit.recipe.keys import TIERS, Tier
 from autofit.recipe.recipe import own_names
@@ -217,15 +207,9 @@ def promote(
         one_of("allow", allow, TIERS)
         where = executor_asked(executor, debugging=False)
         promotion = plan_promotion(
-            folder,
-            study_name=study,
-            trial=str(trial),
-            device=device,
-            launch=launch,
-            allow=allow,
-            executor=where,
+            folder, study_name=study, trial=str(trial), device=device, launch=launch, allow=allow, executor=where,
             say=say,
-        )
+        )  # fmt: skip
         if promotion.own is not None:
             path = Path(out) if out is not None else promotion.folder / promotion.own.name
             write_atomically(path, promotion.own.text)
@@ -278,13 +262,9 @@ def promote(
 
 
 def _result(
-    promotion: Promotion,
-    status: Literal["written", "done", "interrupted"],
-    written: Sequence[Path],
-    final: Step | None = None,
-    *,
-    command: str = "",
-) -> PromotionResult:
+    promotion: Promotion, status: Literal["written", "done", "interrupted"], written: Sequence[Path],
+    final: Step | None = None, *, command: str = "",
+) -> PromotionResult:  # fmt: skip
     return PromotionResult(
         study=promotion.study, trial=promotion.trial.number, status=status, yaml_path=written[0],
         accelerate_path=written[1] if len(written) > 1 else None, proof=promotion.proof,

@@ -30,10 +30,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "doctor": ("doctor", "doctor run.yaml --gpu 4xa100-80gb"),
     "explain": ("explain verl.sh --num-processes 8", "explain llamafactory-cli train run.yaml cutoff_len=1024"),
     "fit-check": ("fit-check --gpu rtx4090 train.py", "fit-check --gpu h100 --steps 3 train.py --batch-size 8"),
-    "search": (
-        "search run.yaml --target-vram 40GB",
-        "search run.yaml --gpu h100 --allow approximate",
-    ),
+    "search": ("search run.yaml --target-vram 40GB", "search run.yaml --gpu h100 --allow approximate"),
     "verify": ("verify best", "verify 3 --study grpo-40.00GB"),
     "report": ("report --html result.html", "report --verl-log train.log"),
     "studies": ("studies", "studies --json"),

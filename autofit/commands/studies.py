@@ -25,8 +25,7 @@ from autofit.commands.common import (
 from autofit.errors import ConfigError
 from autofit.recipe.pipeline import read_pipeline, record_path
 from autofit.recipe.secrets import without_secrets
-from autofit.tuning.glance import check_names
-from autofit.tuning.storage import database_of
+from autofit.tuning.storage import check_names, database_of
 from autofit.units import format_metric
 from autofit.watching.thresholds import read_guards
 

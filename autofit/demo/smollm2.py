@@ -23,6 +23,7 @@ from pathlib import Path
 import yaml
 
 from autofit.errors import ConfigError
+from autofit.files import write_atomically, write_json
 
 # -- the demo's cache -------------------------------------------------------------------------------------------------
 
@@ -134,16 +135,7 @@ def write_manifest(folder: Path) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    write_atomically(folder / MANIFEST_NAME, json.dumps({"files": files}, indent=1) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically; an unchanged file is not written."""
-    if path.is_file() and path.read_text() == text:
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_json(folder / MANIFEST_NAME, {"files": files})
 
 
 def sha256_of(path: Path) -> str:
@@ -290,14 +282,14 @@ def prepare_smollm2(cache_dir: Path, *, progress: Progress) -> Path:
     cache_dir = cache_dir.expanduser().resolve()
     with locked_cache(cache_dir, progress=progress):
         model = ensure_built(
-            cache_dir / "smollm2-135m-instruct",
-            lambda folder: _build_model(folder, progress=progress),
-            needed_bytes=_BUILD_BYTES,
-            progress=progress,
-        )
+            cache_dir / "smollm2-135m-instruct", lambda folder: _build_model(folder, progress=progress),
+            needed_bytes=_BUILD_BYTES, progress=progress,
+        )  # fmt: skip
         data = ensure_built(cache_dir / "chain-sum-chat", _build_data, needed_bytes=1_000_000, progress=progress)
         recipe = cache_dir / "smollm2-grpo.yaml"
-        write_atomically(recipe, recipe_text(smollm2_recipe(model=model, data=data)))
+        text = recipe_text(smollm2_recipe(model=model, data=data))
+        if not recipe.is_file() or recipe.read_text() != text:
+            write_atomically(recipe, text)
     return recipe
 
 

@@ -16,16 +16,9 @@ if TYPE_CHECKING:
     from autofit.fakegpu.device import fake_gpu
 
 __all__ = [
-    "GPU_SPECS",
-    "AllocatorSettings",
-    "FakeGpu",
-    "FakeGpuError",
-    "GpuSpec",
-    "HostCosts",
-    "UnknownGpuError",
-    "fake_gpu",
+    "GPU_SPECS", "AllocatorSettings", "FakeGpu", "FakeGpuError", "GpuSpec", "HostCosts", "UnknownGpuError", "fake_gpu",
     "gpu_spec",
-]
+]  # fmt: skip
 
 _LAZY = {
     "AllocatorSettings": "autofit.fakegpu.allocator",

@@ -80,13 +80,9 @@ def _slower(costs: HostCosts, times: float) -> HostCosts:
 
 
 def fit_to_probe(
-    costs: HostCosts,
-    *,
-    predicted_rollout_s: float | None = None,
-    measured_rollout_s: float | None = None,
-    predicted_update_s: float | None = None,
-    measured_update_s: float | None = None,
-) -> HostCosts:
+    costs: HostCosts, *, predicted_rollout_s: float | None = None, measured_rollout_s: float | None = None,
+    predicted_update_s: float | None = None, measured_update_s: float | None = None,
+) -> HostCosts:  # fmt: skip
     """Costs corrected by one real probe: kernels by the update (GPU-bound), host costs by the rollout (host-bound).
 
     Each correction is the ratio of measured to predicted seconds, on top of `costs`, which the prediction used.
@@ -120,13 +116,10 @@ def checked_correction(costs: HostCosts) -> HostCosts:
 def save_host_costs(costs: HostCosts, path: Path, *, source: str) -> None:
     """Write the costs and their source to `path` atomically."""
     record = {
-        "host_costs": asdict(costs),
-        "source": source,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
+        "host_costs": asdict(costs), "source": source,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "torch": torch.__version__,
+        "python": platform.python_version(), "machine": platform.machine(),
+    }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text(json.dumps(record, indent=2) + "\n")
@@ -160,12 +153,9 @@ class _Counter(TorchDispatchMode):
         self.kernels = 0
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if func.is_view or func._schema.name[6:] in NO_KERNEL:
             self.views += 1
         else:

@@ -37,18 +37,10 @@ class FakeGpu:
     """One simulated card, readable during and after the block. Byte counts are those torch reports on such a card."""
 
     def __init__(
-        self,
-        spec: GpuSpec,
-        *,
-        mode: Mode,
-        enforce_capacity: bool = True,
-        occupied_bytes: int = 0,
-        settings: AllocatorSettings | None = None,
-        host_costs: HostCosts | None = None,
-        record_places: bool = True,
-        follow_layers: bool = False,
-        expert_imbalance: float = 1.0,
-    ) -> None:
+        self, spec: GpuSpec, *, mode: Mode, enforce_capacity: bool = True, occupied_bytes: int = 0,
+        settings: AllocatorSettings | None = None, host_costs: HostCosts | None = None, record_places: bool = True,
+        follow_layers: bool = False, expert_imbalance: float = 1.0,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.mode: Mode = mode
         self.settings = settings or AllocatorSettings.from_environment()
@@ -164,11 +156,9 @@ class FakeGpu:
     def timeline(self) -> Timeline:
         self._mark_gradients()
         return build_timeline(
-            self.memory.log,
-            self.memory.allocations,
-            backward_starts=self.backward_starts,
+            self.memory.log, self.memory.allocations, backward_starts=self.backward_starts,
             phase_marks=self.memory.phase_marks,
-        )
+        )  # fmt: skip
 
     def category_numbers(self) -> npt.NDArray[np.int64]:
         """Each allocation's category as an index of `timeline.CATEGORIES`."""

@@ -35,18 +35,11 @@ _ENTERED = threading.Lock()  # held by the block that runs, in whatever thread
 
 @contextlib.contextmanager
 def fake_gpu(
-    spec: str | GpuSpec,
-    *,
-    mode: Literal["auto", "cuda", "cpu"] = "auto",
-    enforce_capacity: bool = True,
-    occupied_bytes: int = 0,
-    settings: AllocatorSettings | None = None,
-    host_costs: HostCosts | None = None,
-    record_places: bool = True,
-    follow_layers: bool = False,
-    kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
+    spec: str | GpuSpec, *, mode: Literal["auto", "cuda", "cpu"] = "auto", enforce_capacity: bool = True,
+    occupied_bytes: int = 0, settings: AllocatorSettings | None = None, host_costs: HostCosts | None = None,
+    record_places: bool = True, follow_layers: bool = False, kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
     expert_imbalance: float = 1.0,
-) -> Iterator[FakeGpu]:
+) -> Iterator[FakeGpu]:  # fmt: skip
     """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
 
     `mode="auto"` makes fake CUDA tensors if this torch build supports them, else fake CPU tensors; see `gpu.mode`.
@@ -78,16 +71,10 @@ def fake_gpu(
     try:
         chosen, reason = _choose_mode(mode)
         gpu = FakeGpu(
-            card,
-            mode=chosen,
-            enforce_capacity=enforce_capacity,
-            occupied_bytes=occupied_bytes,
-            settings=settings,
-            host_costs=host_costs,
-            record_places=record_places,
-            follow_layers=follow_layers,
+            card, mode=chosen, enforce_capacity=enforce_capacity, occupied_bytes=occupied_bytes, settings=settings,
+            host_costs=host_costs, record_places=record_places, follow_layers=follow_layers,
             expert_imbalance=expert_imbalance,
-        )
+        )  # fmt: skip
         for note in (reason, kernels_note, *_DRIFT) if chosen == "cuda" else (reason, kernels_note):
             if note:
                 gpu.note(note)

@@ -33,7 +33,7 @@ Times = tuple[int, ...] | None  # reads or writes of each tensor; None is one of
 class Kernel(NamedTuple):
     """One operator's kernel."""
 
-    flops: Callable[[Sequence[object]], int] | None = None  # of the arguments; None: as torch's counter has it
+    flops: Callable[[Sequence[Any]], int] | None = None  # of the arguments; None: as torch's counter has it
     int8: bool = False  # its products are of int8
     reads: tuple[int, ...] = ()  # times that each argument is read; once where it says nothing
     by_rows: bool = False  # those times hold for long rows; short ones stay in the cache
@@ -111,32 +111,11 @@ def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
         return 0  # a shape that the registry does not support: only bytes bound the time
 
 
-def _gemm_4bit(args: Sequence[object]) -> int:
-    return _product(args[0], cast("Sequence[int]", args[2])[0])
-
-
 def _grouped_mm(args: Sequence[object]) -> int:
     """Experts' products: rows of all groups times the other matrix of each, or (both 2-D) sums over each group."""
     a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
     whole = _product(a, b.shape[-1])
     return whole // a.shape[0] if a.dim() == 3 and b.dim() == 2 else whole
-
-
-def _grouped_mm_backward(args: Sequence[object]) -> int:
-    a, b = cast("torch.Tensor", args[0]), cast("torch.Tensor", args[1])
-    return 2 * _product(a, b.shape[-1])
-
-
-def _attention(args: Sequence[object]) -> int:
-    return 2 * _scores(args[0], args[1], args[3], args[4], args[6])
-
-
-def _attention_backward(args: Sequence[object]) -> int:
-    return 5 * _scores(args[1], args[2], args[6], args[7], args[9])
-
-
-def _flex_backward(args: Sequence[object]) -> int:
-    return 5 * _of_heads(args[1], args[2])
 
 
 def _of_heads(query: object, key: object) -> int:
@@ -301,13 +280,15 @@ KERNELS: dict[str, Kernel] = {
     **named("slice_backward select_backward", Kernel(reads=(2,))),  # filled with zeros first, then a part is written
     "aten::_grouped_mm": Kernel(flops=_grouped_mm),
     "transformers::grouped_mm_fallback": Kernel(flops=_grouped_mm),  # a loop of products on cards before Ampere
-    "transformers::grouped_mm_fallback_backward": Kernel(flops=_grouped_mm_backward),
-    "aten::_flash_attention_forward": Kernel(flops=_attention),
-    "aten::_flash_attention_backward": Kernel(flops=_attention_backward),
+    "transformers::grouped_mm_fallback_backward": Kernel(flops=lambda args: 2 * _product(args[0], args[1].shape[-1])),
+    "aten::_flash_attention_forward": Kernel(flops=lambda args: 2 * _scores(*(args[n] for n in (0, 1, 3, 4, 6)))),
+    "aten::_flash_attention_backward": Kernel(flops=lambda args: 5 * _scores(*(args[n] for n in (1, 2, 6, 7, 9)))),
     "flex::flex_attention": Kernel(flops=lambda args: 2 * _of_heads(args[0], args[1])),  # patches/attention.py
-    "flex::flex_attention_backward": Kernel(flops=_flex_backward),
-    "bitsandbytes::gemm_4bit": Kernel(flops=_gemm_4bit),  # the fused kernel, which reads the packed weight
-    "bitsandbytes::gemv_4bit": Kernel(flops=_gemm_4bit),
+    "flex::flex_attention_backward": Kernel(flops=lambda args: 5 * _of_heads(args[1], args[2])),
+    # the fused kernels, which read the packed weight
+    **dict.fromkeys(
+        ("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"), Kernel(flops=lambda args: _product(args[0], args[2][0]))
+    ),
     # Tensor cores multiply int8 at twice the rate of 16-bit floats on each card since Turing (NVIDIA's data sheets: T4
     # 130 of 65 TFLOP/s, A100 624 of 312, L40S 733 of 366, H100 1,979 of 989).
     "bitsandbytes::int8_linear_matmul": Kernel(

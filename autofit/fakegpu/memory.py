@@ -164,18 +164,11 @@ class SimulatedMemory:
         layer = self.layer_at_work()
         self.allocations.append(
             Allocation(
-                nbytes=nbytes,
-                category=category,
-                phase=self.phase,
-                op=op,
-                code=code,
-                line=line,
+                nbytes=nbytes, category=category, phase=self.phase, op=op, code=code, line=line,
                 shape=tuple(tensor.shape) if tensor is not None else (nbytes,),
-                dtype=str(tensor.dtype) if tensor is not None else "torch.uint8",
-                born=len(self.log),
-                layer=layer,
+                dtype=str(tensor.dtype) if tensor is not None else "torch.uint8", born=len(self.log), layer=layer,
             )
-        )
+        )  # fmt: skip
         if self.stream:
             self.log.streams[index] = self.stream
         self.log.add(index, nbytes, layer)

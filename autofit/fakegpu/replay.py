@@ -118,12 +118,9 @@ def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
     if oom_event is not None:
         missing = at.allocator.reserved_bytes + segment_bytes(at.allocator.round_size(log.nbytes[oom_event]))
     return ReplayResult(
-        peak_allocated_bytes=at.allocator.peak_allocated_bytes,
-        peak_reserved_bytes=at.allocator.peak_reserved_bytes,
-        retry_count=at.allocator.retry_count,
-        oom_event=oom_event,
-        wanted_bytes=missing,
-    )
+        peak_allocated_bytes=at.allocator.peak_allocated_bytes, peak_reserved_bytes=at.allocator.peak_reserved_bytes,
+        retry_count=at.allocator.retry_count, oom_event=oom_event, wanted_bytes=missing,
+    )  # fmt: skip
 
 
 def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]) -> int | None:

@@ -174,14 +174,6 @@ def _flash_backward(
     return *sums, expanded, expanded
 
 
-def _gradient_and_output(
-    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    *_: object, **__: object,
-) -> Held:  # fmt: skip
-    """_flash_attention_backward in attention_backward.cu makes both contiguous; the output has q's strides."""
-    return *_copy_of_heads(grad), *_copy_of_heads(out)
-
-
 def _copy_of_heads(tensor: torch.Tensor) -> Held:
     """A tensor (batch, heads, length, dim) is made contiguous as (batch, length, heads, dim)."""
     view = _View.of(tensor)
@@ -199,7 +191,7 @@ def _flash_backward_of_tokens(
     """`_flash_backward` for heads inside of tokens; mha_varlen_bwd rounds its buffers up by 128 rows a sequence."""
     if starts_q is None:
         whole = tuple(tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
-        return *_gradient_and_output(spec, *whole), *_flash_backward(spec, *whole)
+        return *_copy_of_heads(whole[0]), *_copy_of_heads(whole[-1]), *_flash_backward(spec, *whole)
     tokens, heads, dim = q.shape
     sequences = starts_q.shape[0] - 1
     buffers = (
@@ -216,11 +208,6 @@ def _flash_backward_of_tokens(
     return *buffers, expanded, expanded
 
 
-def _delta(spec: GpuSpec, grad: torch.Tensor, query: torch.Tensor, *_: object, **__: object) -> Held:
-    """One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py)."""
-    return (_whole(query.shape[:3], 4),)
-
-
 def _efficient(spec: GpuSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> Held:
     """_efficient_attention_forward in attention.cu: fp32 sums of a 16-bit output whose heads are wider than a tile.
 
@@ -228,15 +215,6 @@ def _efficient(spec: GpuSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     """
     narrow = max(q.shape[-1], v.shape[-1]) <= 128
     return () if narrow or q.element_size() != 2 else (_whole(q.shape[:3], 4 * v.shape[-1]),)
-
-
-def _products_of_float32(spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, *_: object, **__: object) -> Held:
-    """Delta of float32 comes from torch's own operators (kKernelComputesDelta): products, their sums, a copy of these.
-
-    They are smaller than what the kernel takes after them, which then finds no place in their memory.
-    """
-    rows = _whole(q.shape[:3], 4)
-    return (_whole(q.shape, 4), rows, rows) if q.dtype is torch.float32 else ()
 
 
 def _efficient_backward(
@@ -258,15 +236,6 @@ def _efficient_backward(
         of_queries = Rounded((4 * 64 + 16 / 128) * -(-dim // 64), rows, (1, 1, 128))
         sums = (of_queries, of_keys) if dim > 128 else (of_queries,)
     return *_copy_of_heads(grad), _whole(rows, 4), sums
-
-
-def _cudnn_backward(
-    spec: GpuSpec, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> Held:
-    """run_cudnn_SDP_bprop in MHA.cpp asks cuDNN for its workspace: an fp32 dq accumulator and sums (an estimate)."""
-    batch, heads, length, dim = q.shape
-    rows = (batch, heads, length)
-    return ((Rounded(4 * dim, rows, (1, 1, 64)), Rounded(8, rows, (1, 1, 1))),)
 
 
 # ---------------------------------------------------------------------- reductions
@@ -308,24 +277,6 @@ def _summed(dtype: torch.dtype, wanted: object) -> torch.dtype:
     return dtype if result is torch.float32 and dtype in (torch.float16, torch.bfloat16) else result
 
 
-def _accumulated(dtype: torch.dtype) -> int:
-    return max(4, dtype.itemsize)
-
-
-def _itself(dtype: torch.dtype) -> int:
-    return dtype.itemsize
-
-
-def _with_place(dtype: torch.dtype) -> int:
-    """A value and its index, of 8 bytes and aligned to them."""
-    return 16
-
-
-def _moments(dtype: torch.dtype) -> int:
-    """WelfordData in SharedReduceOps.h: mean, squares, and two counts."""
-    return 16 if dtype.itemsize <= 4 else 32
-
-
 def _of_all_in_order(partial_bytes: Callable[[torch.dtype], int]) -> Rule:
     """max, min and argmax of all elements: a tensor with gaps is first made contiguous (ReduceAllOps.cpp)."""
 
@@ -340,33 +291,7 @@ def _of_all_in_order(partial_bytes: Callable[[torch.dtype], int]) -> Rule:
     return rule
 
 
-def _largest(spec: GpuSpec, self: torch.Tensor, dim: int | None = None, *_: object, **__: object) -> Held:
-    """max and min: of all elements the values alone, along a dimension with their places."""
-    return _of_all_in_order(_itself if dim is None else _with_place)(spec, self, dim)
-
-
-def _each_norm(spec: GpuSpec, self: Sequence[torch.Tensor], *_: object, dtype: torch.dtype | None = None) -> Held:
-    """_foreach_tensor_norm_cuda in ForeachReduceOp.cu: for each tensor, as many numbers as the largest has chunks."""
-    parts = max(-(-tensor.numel() // 65536) for tensor in self)
-    return (_accumulated(dtype or self[0].dtype) * parts * len(self),)
-
-
-def _each_largest(spec: GpuSpec, self: Sequence[torch.Tensor]) -> Held:
-    parts = max(-(-tensor.numel() // 65536) for tensor in self)
-    return (self[0].element_size() * parts * len(self),)
-
-
 # ---------------------------------------------------------------------- softmax and norms
-def _softmax(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
-    """host_softmax in SoftMax.cu and log_softmax_cpu_out in SoftMax.cpp: a view with gaps is first made contiguous."""
-    return _copy_with_gaps(self)
-
-
-def _softmax_backward(spec: GpuSpec, grad: torch.Tensor, output: torch.Tensor, *_: object, **__: object) -> Held:
-    """softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own."""
-    return (_whole(output.shape, torch.promote_types(grad.dtype, output.dtype).itemsize),)
-
-
 def _norm_backward(
     spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, normalized: Sequence[int], *args: object, **__: object
 ) -> Held:
@@ -378,29 +303,7 @@ def _norm_backward(
         return ()
     parts = _View.new((-(-rows // 32), size), input.dtype)
     summed = size * input.element_size()
-    return *[parts.whole] * wanted, summed, *_split(spec, parts, (0,), _accumulated(input.dtype))
-
-
-def _group_norm(
-    spec: GpuSpec, input: torch.Tensor, weight: object, bias: object, batch: int, channels: int, size: int,
-    groups: int, *_: object,
-) -> Held:  # fmt: skip
-    """GroupNormKernelImplInternal in group_norm_kernel.cu: fp32 moments, a factor and a summand for each channel."""
-    moments: Held = (4 * batch * groups,) * 2 if input.element_size() < 4 else ()
-    return *moments, *[4 * batch * channels] * 2
-
-
-def _group_norm_backward(
-    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, mean: object, rstd: object, weight: object, batch: int,
-    channels: int, size: int, groups: int, *_: object,
-) -> Held:  # fmt: skip
-    """GroupNormBackwardKernelImplInternal: sums and a factor for each channel, two numbers for each group."""
-    return *[4 * batch * channels] * 3, *[4 * batch * groups] * 2
-
-
-def _batch_norm_backward(spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, *_: object, **__: object) -> Held:
-    """batch_norm_backward_cuda in Normalization.cu: two sums for each channel."""
-    return (4 * input.shape[1],) * 2
+    return *[parts.whole] * wanted, summed, *_split(spec, parts, (0,), max(4, input.element_size()))
 
 
 # ---------------------------------------------------------------------- order
@@ -472,28 +375,15 @@ def nonzero_beside(count: int) -> Held:
     return 4, select_bytes(count)
 
 
-def _embedding_backward(
-    spec: GpuSpec, grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *_: object, **__: object
-) -> Held:
-    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu; no scratch up to 3072 indices.
+def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> Held:
+    """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu.
 
     Sorted and original indices, the places of segments, their parts and where these begin, two counts, and fp32 sums of
     each part: a segment, the rows of one token, is split after 10 rows. Each row may be a segment.
     """
-    return () if indices.numel() <= 3072 else _by_segments(grad, indices, num_weights)
-
-
-def _embedding_bag_backward(
-    spec: GpuSpec, grad: torch.Tensor, indices: torch.Tensor, offsets: object, offset2bag: object, bag_size: object,
-    maximum_indices: object, num_weights: int, *_: object, **__: object,
-) -> Held:  # fmt: skip
-    return _by_segments(grad, indices, num_weights)
-
-
-def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> Held:
     count, dim, item = indices.numel(), grad.shape[-1], indices.element_size()
     parts = count // 10 + min(count, num_weights)
-    return *_copy_with_gaps(grad), *[count * item] * 5, 8, 8, parts * item, parts * dim * _accumulated(grad.dtype)
+    return *_copy_with_gaps(grad), *[count * item] * 5, 8, 8, parts * item, parts * dim * max(4, grad.element_size())
 
 
 def _index_put(
@@ -527,12 +417,6 @@ def _true_in(mask: torch.Tensor, self: torch.Tensor, values: torch.Tensor) -> in
     return values.shape[0] if has_rows else None
 
 
-def _masked_scatter(spec: GpuSpec, self: torch.Tensor, mask: torch.Tensor, *_: object) -> Held:
-    """masked_scatter_cuda in IndexKernel.cpp: the prefix sums of the mask, which is expanded."""
-    expanded: Held = () if mask.shape == self.shape and mask.is_contiguous() else (self.numel(),)
-    return 8 * self.numel(), *expanded, scan_bytes(self.numel(), sum_bytes=8)
-
-
 def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: object) -> Held:
     """isin_default_kernel_gpu in TensorCompare.cpp: each element against each of few tested ones, then any.
 
@@ -559,35 +443,6 @@ def _multinomial(spec: GpuSpec, self: torch.Tensor, num_samples: int, replacemen
     return *checks, _whole(self.shape, item), num_samples * self.numel() // self.shape[-1] * item
 
 
-def _bincount(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
-    """The least and the largest number (SummaryOps.cu)."""
-    return (self.element_size(),) * 2
-
-
-def _copied(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
-    return _copy_with_gaps(self)
-
-
-def _another(spec: GpuSpec, self: torch.Tensor, *_: object, **__: object) -> Held:
-    """normal_impl in DistributionTemplates.h: standard deviations of the same shape, times the draws."""
-    return (_whole(self.shape, self.element_size()),)
-
-
-def _unfold_backward(spec: GpuSpec, grad: torch.Tensor, sizes: Sequence[int], dim: int, size: int, step: int) -> Held:
-    """unfold_backward in UnfoldBackward.cpp: the places along the dimension, up to the end of the last part."""
-    return (8 * min(sizes[dim], (grad.shape[dim] - 1) * step + size),)
-
-
-def _renorm(spec: GpuSpec, self: torch.Tensor, p: float, dim: int, *_: object) -> Held:
-    """The norms of the slices, which become factors."""
-    return (self.element_size() * self.shape[dim],)
-
-
-def _pow_of_number(spec: GpuSpec, self: object, exponent: torch.Tensor, **_: object) -> Held:
-    """pow_Scalar_out in Pow.cpp: the number becomes a tensor of one element."""
-    return (torch.result_type(self, exponent).itemsize,)  # type: ignore[call-overload]
-
-
 # ---------------------------------------------------------------------- products
 def _grouped_mm(
     spec: GpuSpec, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None, *_: object, **__: object
@@ -602,11 +457,6 @@ def _grouped_mm(
     return 24 * _up(groups, 2) + 36 * groups, 512 * spec.sm_count
 
 
-def _product_with_vector(spec: GpuSpec, self: torch.Tensor, vector: torch.Tensor) -> Held:
-    """addmv_impl_cuda in Blas.cpp: cuBLAS takes no vector of which all elements are one."""
-    return (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
-
-
 def _triangular(spec: GpuSpec, a: torch.Tensor, b: torch.Tensor, **_: object) -> Held:
     """triangular_solve_batched_cublas in BatchLinearAlgebraLib.cpp: pointers to the matrices of both.
 
@@ -616,17 +466,6 @@ def _triangular(spec: GpuSpec, a: torch.Tensor, b: torch.Tensor, **_: object) ->
     return () if batch <= 8 and rows >= 64 else (8 * batch, 8 * batch)
 
 
-def _convolution(spec: GpuSpec, input: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> Held:
-    """conv_depthwise2d_cuda in DepthwiseConv2d.cu: a contiguous input and weight."""
-    return *_copy_with_gaps(input), *_copy_with_gaps(weight)
-
-
-def _convolution_backward(
-    spec: GpuSpec, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
-) -> Held:
-    return *_copy_with_gaps(grad), *_copy_with_gaps(input)
-
-
 # ---------------------------------------------------------------------- the table
 def named(names: str, entry: T) -> dict[str, T]:
     """The same entry of a table for several operators of torch."""
@@ -634,51 +473,114 @@ def named(names: str, entry: T) -> dict[str, T]:
 
 
 _SUMS = ("default", "dim_IntList", "dim", "dim_int", "out")
+_CHUNK = 65536  # elements of a tensor that one block of ForeachReduceOp.cu takes
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> int:
+    """Partial results of a reduction of each of `tensors`, which all have as many as the largest has chunks."""
+    return len(tensors) * max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+
+
+def _float32_sums(dtype: torch.dtype) -> int:
+    return max(4, dtype.itemsize)
+
+
+def _largest(spec: GpuSpec, self: torch.Tensor, dim: int | None = None, *_: object, **__: object) -> Held:
+    """max and min: of all elements the values alone, along a dimension with their places (16 bytes each, aligned)."""
+    return _of_all_in_order(lambda dtype: dtype.itemsize if dim is None else 16)(spec, self, dim)
+
+
 SCRATCH: dict[str, Scratch] = {
-    **named("sum mean nansum prod", Scratch(_reduction(_accumulated, casts=True), _SUMS)),
-    **named("amax amin", Scratch(_reduction(_itself))),
+    **named("sum mean nansum prod", Scratch(_reduction(_float32_sums, casts=True), _SUMS)),
+    **named("amax amin", Scratch(_reduction(lambda dtype: dtype.itemsize))),
     **named("any all", Scratch(_reduction(lambda dtype: 1), ("default", "dim", "dims"))),
-    **named("var std var_mean std_mean", Scratch(_reduction(_moments), ("correction",))),
+    # WelfordData in SharedReduceOps.h: mean, squares, and two counts
+    **named("var std var_mean std_mean", Scratch(_reduction(lambda d: 16 if d.itemsize <= 4 else 32), ("correction",))),
     "aten::aminmax": Scratch(_reduction(lambda dtype: 2 * dtype.itemsize)),
-    "aten::linalg_vector_norm": Scratch(_reduction(_accumulated, dim_at=1)),
-    "aten::norm": Scratch(_reduction(_accumulated, dim_at=1), ("Scalar", "ScalarOpt_dim")),
+    "aten::linalg_vector_norm": Scratch(_reduction(_float32_sums, dim_at=1)),
+    "aten::norm": Scratch(_reduction(_float32_sums, dim_at=1), ("Scalar", "ScalarOpt_dim")),
     **named("max min", Scratch(_largest, ("default", "dim"))),
-    **named("argmax argmin", Scratch(_of_all_in_order(_with_place))),
-    "aten::_foreach_norm": Scratch(_each_norm, ("Scalar",)),
-    "aten::_foreach_max": Scratch(_each_largest),
+    **named("argmax argmin", Scratch(_of_all_in_order(lambda dtype: 16))),  # a value and its index, aligned to 8 bytes
+    "aten::_foreach_norm": Scratch(
+        lambda _, self, *__, dtype=None: (_float32_sums(dtype or self[0].dtype) * _chunks(self),), ("Scalar",)
+    ),
+    "aten::_foreach_max": Scratch(lambda _, self: (self[0].element_size() * _chunks(self),)),
     **named("native_layer_norm_backward _fused_rms_norm_backward", Scratch(_norm_backward)),
-    "aten::native_group_norm": Scratch(_group_norm),
-    "aten::native_group_norm_backward": Scratch(_group_norm_backward),
-    "aten::native_batch_norm_backward": Scratch(_batch_norm_backward),
-    "aten::nll_loss_backward": Scratch(lambda spec, grad, *_, **__: _copy_with_gaps(grad)),
-    "aten::bincount": Scratch(_bincount),
-    "aten::roll": Scratch(_copied),
-    "aten::normal": Scratch(_another, ("Tensor_float",)),
-    "aten::unfold_backward": Scratch(_unfold_backward),
-    "aten::renorm": Scratch(_renorm),
-    "aten::mv": Scratch(_product_with_vector),
+    # group_norm_kernel.cu: fp32 moments of groups, a factor and a summand of channels; backward sums and a factor
+    "aten::native_group_norm": Scratch(lambda _, x, weight, bias, batch, channels, size, groups, *__: (
+        *(4 * batch * groups,) * (2 if x.element_size() < 4 else 0), *(4 * batch * channels,) * 2
+    )),
+    "aten::native_group_norm_backward": Scratch(
+        lambda _, grad, x, mean, rstd, weight, batch, channels, size, groups, *__, **___:
+        (*(4 * batch * channels,) * 3, *(4 * batch * groups,) * 2)
+    ),
+    # batch_norm_backward_cuda in Normalization.cu: two sums for each channel
+    "aten::native_batch_norm_backward": Scratch(lambda _, grad, x, *__, **___: (4 * x.shape[1],) * 2),
+    "aten::nll_loss_backward": Scratch(lambda _, grad, *__, **___: _copy_with_gaps(grad)),
+    "aten::bincount": Scratch(lambda _, x, *__, **___: (x.element_size(),) * 2),  # least and largest (SummaryOps.cu)
+    "aten::roll": Scratch(lambda _, x, *__, **___: _copy_with_gaps(x)),
+    # normal_impl in DistributionTemplates.h: standard deviations of the same shape, times the draws
+    "aten::normal": Scratch(lambda _, x, *__, **___: (_whole(x.shape, x.element_size()),), ("Tensor_float",)),
+    # UnfoldBackward.cpp: the places along the dimension, up to the end of the last part
+    "aten::unfold_backward": Scratch(
+        lambda _, grad, sizes, dim, size, step: (8 * min(sizes[dim], (grad.shape[dim] - 1) * step + size),)
+    ),
+    "aten::renorm": Scratch(lambda _, x, p, dim, *__: (x.element_size() * x.shape[dim],)),  # norms, then factors
+    # addmv_impl_cuda in Blas.cpp: cuBLAS takes no vector of which all elements are one
+    "aten::mv": Scratch(lambda _, x, vector: (
+        (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
+    )),
     "aten::linalg_solve_triangular": Scratch(_triangular),
-    **named("_softmax _log_softmax", Scratch(_softmax, on_cpu=True)),
-    "aten::_softmax_backward_data": Scratch(_softmax_backward, ("default", "out")),
+    # host_softmax in SoftMax.cu and log_softmax_cpu_out in SoftMax.cpp: a view with gaps is first made contiguous
+    **named("_softmax _log_softmax", Scratch(lambda _, x, *__, **___: _copy_with_gaps(x), on_cpu=True)),
+    # softmax_backward_cuda_out in SoftMax.cu: `grad * output`, in the type of both, is a tensor of its own
+    "aten::_softmax_backward_data": Scratch(
+        lambda _, grad, out, *__, **___: (_whole(out.shape, torch.promote_types(grad.dtype, out.dtype).itemsize),),
+        ("default", "out"),
+    ),
     "aten::sort": Scratch(_sort, ("default", "stable")),
     "aten::topk": Scratch(_topk),
     **named("cumsum cumprod logcumsumexp", Scratch(_cumulated)),
-    "aten::embedding_dense_backward": Scratch(_embedding_backward),
-    "aten::_embedding_bag_backward": Scratch(_embedding_bag_backward),
+    "aten::embedding_dense_backward": Scratch(  # no scratch up to 3072 indices
+        lambda _, grad, indices, count, *__, **___: _by_segments(grad, indices, count) if indices.numel() > 3072 else ()
+    ),
+    "aten::_embedding_bag_backward": Scratch(
+        lambda _, grad, indices, offsets, bags, sizes, most, count, *__, **___: _by_segments(grad, indices, count)
+    ),
     **named("index_put index_put_ _index_put_impl_ _unsafe_index_put", Scratch(_index_put)),
-    **named("masked_scatter masked_scatter_", Scratch(_masked_scatter)),
+    # masked_scatter_cuda in IndexKernel.cpp: the prefix sums of the mask, which is expanded
+    **named("masked_scatter masked_scatter_", Scratch(lambda _, x, mask, *__: (
+        8 * x.numel(), *(() if mask.shape == x.shape and mask.is_contiguous() else (x.numel(),)),
+        scan_bytes(x.numel(), sum_bytes=8),
+    ))),
     "aten::isin": Scratch(_isin, ("Tensor_Tensor",)),
     "aten::multinomial": Scratch(_multinomial),
-    "aten::pow": Scratch(_pow_of_number, ("Scalar",)),
+    # pow_Scalar_out in Pow.cpp: the number becomes a tensor of one element
+    "aten::pow": Scratch(lambda _, x, exponent, **__: (torch.result_type(x, exponent).itemsize,), ("Scalar",)),
     "aten::_grouped_mm": Scratch(_grouped_mm),
-    "aten::convolution": Scratch(None, copies=_convolution),
-    "aten::convolution_backward": Scratch(None, copies=_convolution_backward),
+    # conv_depthwise2d_cuda in DepthwiseConv2d.cu: a contiguous input and weight
+    **named("convolution convolution_backward", Scratch(
+        None, copies=lambda _, x, y, *__, **___: (*_copy_with_gaps(x), *_copy_with_gaps(y))
+    )),
     "aten::_scaled_dot_product_flash_attention": Scratch(_flash),
-    "aten::_scaled_dot_product_flash_attention_backward": Scratch(_flash_backward, copies=_gradient_and_output),
+    # _flash_attention_backward in attention_backward.cu makes gradient and output contiguous
+    "aten::_scaled_dot_product_flash_attention_backward": Scratch(
+        _flash_backward, copies=lambda _, grad, q, k, v, out, *__, **___: (*_copy_of_heads(grad), *_copy_of_heads(out))
+    ),
     "aten::_flash_attention_backward": Scratch(_flash_backward_of_tokens),
     "aten::_scaled_dot_product_efficient_attention": Scratch(_efficient),
-    "aten::_scaled_dot_product_efficient_attention_backward": Scratch(_efficient_backward, before=_products_of_float32),
-    "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(_cudnn_backward),
-    "flex::flex_attention_backward": Scratch(_delta),  # patches/attention.py
-}
+    # Delta of float32 is made by torch's own operators (kKernelComputesDelta): products, their sums, a copy of these.
+    # They are smaller than what the kernel takes after them, which then finds no place in their memory.
+    "aten::_scaled_dot_product_efficient_attention_backward": Scratch(
+        _efficient_backward, before=lambda _, grad, q, *__, **___: (
+            (_whole(q.shape, 4), *[_whole(q.shape[:3], 4)] * 2) if q.dtype is torch.float32 else ()
+        ),
+    ),
+    # run_cudnn_SDP_bprop in MHA.cpp asks cuDNN for its workspace: an fp32 dq accumulator and sums (an estimate)
+    "aten::_scaled_dot_product_cudnn_attention_backward": Scratch(lambda _, grad, q, *__, **___: (
+        (Rounded(4 * q.shape[3], q.shape[:3], (1, 1, 64)), Rounded(8, q.shape[:3], (1, 1, 1))),
+    )),
+    # One float32 number a query and head (torch/_inductor/kernel/flex/flex_attention.py; patches/attention.py)
+    "flex::flex_attention_backward": Scratch(lambda _, grad, query, *__, **___: (_whole(query.shape[:3], 4),)),
+}  # fmt: skip
 COPYING = {name: scratch.copies for name, scratch in SCRATCH.items() if scratch.copies is not None}

@@ -110,12 +110,9 @@ def final_categories(allocations: Sequence[Allocation], backward_starts: Sequenc
 
 
 def build_timeline(
-    log: EventLog,
-    allocations: Sequence[Allocation],
-    *,
-    backward_starts: Sequence[int],
+    log: EventLog, allocations: Sequence[Allocation], *, backward_starts: Sequence[int],
     phase_marks: Sequence[tuple[int, str]],
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     ids = np.asarray(log.ids, np.int64)
     category = category_numbers(allocations, backward_starts)
     live = _live(np.asarray(log.nbytes, np.int64), category[ids] if len(ids) else ids)
@@ -177,16 +174,11 @@ def build_peak_report(
             groups[name, allocation.place, allocation.op, allocation.dtype].append(allocation)
     items = [
         PeakItem(
-            category=name,
-            place=place,
-            op=op,
-            shape=max(members, key=lambda a: a.nbytes).shape,
-            dtype=dtype,
-            nbytes=sum(a.nbytes for a in members),
-            count=len(members),
+            category=name, place=place, op=op, shape=max(members, key=lambda a: a.nbytes).shape, dtype=dtype,
+            nbytes=sum(a.nbytes for a in members), count=len(members),
         )
         for (name, place, op, dtype), members in groups.items()
-    ]
+    ]  # fmt: skip
     items.sort(key=lambda item: -item.nbytes)
     phase = allocations[int(log.ids[moment])].phase
     return PeakReport(allocated_bytes=int(total[moment]), phase=phase, items=tuple(items[:limit]))

@@ -41,13 +41,9 @@ class Tracer(TorchDispatchMode):
     """The dispatch mode on top of torch's FakeTensorMode."""
 
     def __init__(
-        self,
-        memory: SimulatedMemory,
-        clock: Clock,
-        *,
-        blas_workspace_bytes: int,
+        self, memory: SimulatedMemory, clock: Clock, *, blas_workspace_bytes: int,
         note: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.clock = clock
@@ -62,7 +58,8 @@ class Tracer(TorchDispatchMode):
         self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
-        self.handlers[torch.ops._c10d_functional.wait_tensor.default] = _waited
+        # what a collective wrote, as a card has it; for fakes torch makes a copy of it
+        self.handlers[torch.ops._c10d_functional.wait_tensor.default] = lambda args, kwargs: args[0]
         if memory.device_type == "cuda":
             self.in_parts[aten.masked_scatter_backward.default] = self._masked_scatter_backward
         self.fusion: Fusion | None = None  # once a compiled function was called
@@ -81,12 +78,9 @@ class Tracer(TorchDispatchMode):
         return False  # nothing is compiled here, and the wrapper costs more than most of this mode
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
@@ -373,11 +367,6 @@ def _rows_apart(out: torch.Tensor) -> torch.Tensor:
         return out
     width = -(-out.shape[-1] // multiple) * multiple
     return out.new_empty_strided(out.shape, (out.shape[-2] * width, width, 1)[-out.dim() :])
-
-
-def _waited(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """What a collective wrote, as a card has it; for fakes torch makes a copy of it."""
-    return args[0]
 
 
 def _addmm_to_dtype(args: Sequence[object], kwargs: Mapping[str, object]) -> object:

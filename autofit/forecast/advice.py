@@ -468,7 +468,8 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
             lines.append(f"  {change_line(change, recipe, result.median_step_s)}")
     for change in advice.untried:
         what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
-        lines.append(f"could not be tried: {what}: {_without_log(change.failure)}")
+        reason = " ".join(change.failure.partition(" (during ")[0].split())  # without the place of a log
+        lines.append(f"could not be tried: {what}: {reason}")
     if advice.card is not None:
         lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
     return [*lines, *(f"{words}." for words in ending_words(advice))]
@@ -509,11 +510,6 @@ def change_line(change: Change, recipe: Recipe, step_s: float | None = None) -> 
     used = format_bytes(change.shown_bytes)
     what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
     return f"{change.tier}: {what} ({used}{change.step_words}{gain}{tight})   {change.how}"
-
-
-def _without_log(reason: str) -> str:
-    """The reason of a failed probe without the place of its log, which is gone by then."""
-    return " ".join(reason.partition(" (during ")[0].split())
 
 
 def card_line(card: OtherCard, *, smaller: bool) -> str:

@@ -94,15 +94,10 @@ class Change:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "changes": dict(self.changes),
-            "options": self.options,
-            **({"own": self.own} if self.own else {}),
-            "tier": self.tier,
-            "device_used_bytes": self.device_used_bytes,
-            "shown_bytes": self.shown_bytes,
-            "step_s": self.step_s,
-            "tight": self.tight,
-        }
+            "changes": dict(self.changes), "options": self.options, **({"own": self.own} if self.own else {}),
+            "tier": self.tier, "device_used_bytes": self.device_used_bytes, "shown_bytes": self.shown_bytes,
+            "step_s": self.step_s, "tight": self.tight,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +128,9 @@ class Trier:
             self.tell(f"trying {own or describe_changes(changes, self.recipe.resolved)} ({tier})")
         result = known or self.probe(merge(self.recipe.values, given))
         change = Change.of(
-            result,
-            changes=changes,
-            given=given,
-            tier=tier,
-            settings=len(at),
-            capacity_bytes=self.capacity_bytes,
+            result, changes=changes, given=given, tier=tier, settings=len(at), capacity_bytes=self.capacity_bytes,
             own=own,
-        )
+        )  # fmt: skip
         self.tell(f"{change.own or change.options} {change.outcome}")
         return change, result
 

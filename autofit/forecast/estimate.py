@@ -21,16 +21,7 @@ from autofit.forecast.levers import Levers
 from autofit.forecast.margin import is_safe, is_tight, most_used_bytes, shown_bytes, used_words
 from autofit.forecast.step_picture import categories_of, in_order
 from autofit.hardware.hardware import Device
-from autofit.plugin.protocol import (
-    EVALUATION,
-    IN_ORDER,
-    LOAD,
-    LOG_PROBS,
-    OPTIMIZER,
-    ROLLOUT,
-    SCORING,
-    UPDATE,
-)
+from autofit.plugin.protocol import EVALUATION, IN_ORDER, LOAD, LOG_PROBS, OPTIMIZER, ROLLOUT, SCORING, UPDATE
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import cancel, run_probe
 from autofit.probing.prepare import last_words
@@ -157,25 +148,16 @@ def estimate_json(result: ProbeResult, capacity_bytes: int, advice: Advice | Non
         for p in result.phases
     ]
     return {
-        "peak_allocated_bytes": result.peak_allocated_bytes,
-        "peak_reserved_bytes": result.peak_reserved_bytes,
-        "device_used_bytes": result.device_used_bytes,
-        "least_capacity_bytes": result.least_capacity_bytes,
-        "capacity_bytes": capacity_bytes,
-        "fits": result.status is ProbeStatus.FIT,
-        "phases": phases,
+        "peak_allocated_bytes": result.peak_allocated_bytes, "peak_reserved_bytes": result.peak_reserved_bytes,
+        "device_used_bytes": result.device_used_bytes, "least_capacity_bytes": result.least_capacity_bytes,
+        "capacity_bytes": capacity_bytes, "fits": result.status is ProbeStatus.FIT, "phases": phases,
         "rollout_s": result.rollout_s[0] if result.rollout_s else None,
-        "update_s": result.update_s[0] if result.update_s else None,
-        "step_s": result.median_step_s,
-        "step_s_90": result.step_s_interval,
-        "fidelity": result.fidelity,
-        "host_costs": result.host_costs,
-        "notes": list(result.notes),
-        "computed_in_s": result.process_s,
-        "tight": is_tight(result, capacity_bytes),
+        "update_s": result.update_s[0] if result.update_s else None, "step_s": result.median_step_s,
+        "step_s_90": result.step_s_interval, "fidelity": result.fidelity, "host_costs": result.host_costs,
+        "notes": list(result.notes), "computed_in_s": result.process_s, "tight": is_tight(result, capacity_bytes),
         "most_used_bytes": most_used_bytes(shown_bytes(result, capacity_bytes)[0], result.device),
         **advice_json(advice or Advice()),
-    }
+    }  # fmt: skip
 
 
 _NEARLY_ALL = 0.95

@@ -246,11 +246,8 @@ def held_bytes(engine: VllmEngine, phase: str) -> int:
 
 
 def with_engine(
-    engine: Engine | None,
-    rollouts: Sequence[Rollout],
-    peaks: Mapping[str, Floats],
-    seconds: Mapping[str, Floats],
-) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    engine: Engine | None, rollouts: Sequence[Rollout], peaks: Mapping[str, Floats], seconds: Mapping[str, Floats],
+) -> tuple[dict[str, Floats], dict[str, Floats]]:  # fmt: skip
     """The peaks of each phase and the seconds of each segment of a mass model, with its engine's.
 
     An engine that does not start needs more than the whole card: the card, and the bytes that its share lacks.

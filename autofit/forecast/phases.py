@@ -265,15 +265,9 @@ class Toured:
 
 
 def toured(
-    itinerary: Itinerary,
-    *,
-    device: str,
-    limit_bytes: int | None,
-    worst_case: Path,
-    server: ForkServer,
-    scratch: Path,
+    itinerary: Itinerary, *, device: str, limit_bytes: int | None, worst_case: Path, server: ForkServer, scratch: Path,
     kept: Path,
-) -> Toured:
+) -> Toured:  # fmt: skip
     """The visits of an itinerary, made anew or found in the folder `kept`."""
     space, series = itinerary.space, itinerary.series
     asked = [[(phase, merge(space.recipe.values, space.yaml_changes(c))) for phase, c in row] for row in series]

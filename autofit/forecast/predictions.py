@@ -62,13 +62,10 @@ class Predictions:
             return np.where(places >= 0, values[places], unknown)
 
         return Predictions(
-            candidates=candidates,
-            floor_bytes=aligned(self.floor_bytes, 0.0),
-            device_used_bytes=aligned(self.device_used_bytes, np.nan),
-            step_s=aligned(self.step_s, np.nan),
-            rollout_s=None if self.rollout_s is None else aligned(self.rollout_s, np.nan),
-            sure=self.sure,
-        )
+            candidates=candidates, floor_bytes=aligned(self.floor_bytes, 0.0),
+            device_used_bytes=aligned(self.device_used_bytes, np.nan), step_s=aligned(self.step_s, np.nan),
+            rollout_s=None if self.rollout_s is None else aligned(self.rollout_s, np.nan), sure=self.sure,
+        )  # fmt: skip
 
 
 # The predictions of every candidate as points of a picture, few enough to be kept with a study.

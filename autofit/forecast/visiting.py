@@ -15,7 +15,7 @@ import torch
 
 from autofit.fakegpu.depth.stack import LongerPatternError
 from autofit.files import Scratch, write_json, written_json
-from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Report, Task, VisitedTrainer, Visits, WorstCase
+from autofit.plugin.protocol import LOAD, Report, Task, VisitedTrainer, Visits, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
 from autofit.probing.simulated import SimMemory, Stretch, layers_alike, needs_all_layers
@@ -173,12 +173,6 @@ class _Marks(Report):
         left, self._at = self._at, phase
         self._memory.switch(left, f"{self._number} {phase}")
         return left
-
-    def gradient_is_whole(self, model: object, optimizer: object) -> None:
-        self.enter(OPTIMIZER)
-
-    def optimizer_ends(self) -> None:
-        self.enter(UPDATE)
 
 
 def _by_visit(stretches: Sequence[Stretch]) -> dict[int, dict[str, Any]]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
-_COUNT, _FIRST = "\0#", "\x001"  # what stands for $# and $1 in a word (command.py)
+UNSURE = "\0"  # in a word whose value is only known where the script runs
+# The number of a script's own arguments and the first of them, as words (UNSURE and the name) and without any argument.
+OWN_ARGUMENTS = {f"{UNSURE}#": "0", f"{UNSURE}1": ""}
 _LEADING = ("then", "else", "elif", "do", "{", "}", "!", "time", "exec", "nohup")  # before a statement's own words
 _WORDS: Mapping[str, Callable[[str, str], bool]] = {"=": operator.eq, "==": operator.eq, "!=": operator.ne}
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
@@ -45,6 +47,7 @@ class Branches:
 
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
+        self.over_arguments = False  # whether there was a loop over the script's own arguments
 
     @property
     def certain(self) -> bool:
@@ -71,7 +74,9 @@ class Branches:
             return []
         runs = all(each.runs for each in self._frames)
         if rest[0] in _OPENS:
-            self._frames.append(_opened(rest))
+            over = rest[0] == "while" and _is_over_arguments(rest[1:])
+            self._frames.append(_Frame(certain=True, runs=False) if over else _opened(rest))
+            self.over_arguments |= over
         return rest if runs else []
 
 
@@ -80,8 +85,6 @@ def _opened(words: Sequence[str]) -> _Frame:
         frame = _Frame(certain=True, waits=True)
         frame.choose(_test(words[1:]))
         return frame
-    if words[0] == "while" and _is_over_arguments(words[1:]):
-        return _Frame(certain=True, runs=False)
     if words[0] != "case" or words[2:3] != ["in"] or not words[1].isprintable():
         return _Frame()
     return _Frame(certain=True, runs=False, subject=words[1], patterns=list(words[3:]))
@@ -89,18 +92,11 @@ def _opened(words: Sequence[str]) -> _Frame:
 
 def _is_over_arguments(words: Sequence[str]) -> bool:
     """Whether a loop ends at once where a script has no arguments: `while [ $# -gt 0 ]`, `[[ -n "$1" ]]`, `getopts`."""
-    if words[:1] == ["getopts"]:
-        return True
-    found = [{_COUNT: "0", _FIRST: ""}.get(word, word) for word in words]
-    test = found[1:-1] if found[:1] in (["["], ["[["]) else found[1:] if found[:1] == ["test"] else found
-    if found == list(words):
-        return False
-    match test:
-        case [word] | ["-n", word]:
-            return word in ("", "0")
-        case [_, _, _]:
-            return _test(["[", *test, "]"]) is False
-    return False
+    found = [OWN_ARGUMENTS.get(word, word) for word in words]
+    if found[:1] not in (["["], ["[["]):  # `test A`, `(( $# ))`
+        found = ["[", *(found[1:] if found[:1] == ["test"] else found), "]"]
+    is_left = found[1:-1] in (["0"], ["-n", "0"]) and not OWN_ARGUMENTS.keys().isdisjoint(words)
+    return words[:1] == ["getopts"] or is_left or _test(found) is False
 
 
 def _is_pattern(frame: _Frame, words: Sequence[str], after: str) -> bool:
@@ -126,9 +122,13 @@ def _test(words: Sequence[str]) -> bool | None:
     if closing is None or words[-1] != closing or not all(word.isprintable() for word in words):
         return None
     match list(words[1:-1]):
+        case [word]:
+            return word != ""
         case ["-z" | "-n" as sign, word]:
             return (word == "") == (sign == "-z")
-        case [left, sign, right] if sign in _WORDS and (closing == "]" or not set(right) & set("*?[")):
+        case [left, sign, right] if sign in _WORDS and (
+            closing == "]" or not set(right) & set("*?[") or (not left and right.strip("*"))  # no pattern but * has ""
+        ):
             return _WORDS[sign](left, right)
         case [left, sign, right] if sign in _NUMBERS and left.isdecimal() and right.isdecimal():
             return _NUMBERS[sign](int(left), int(right))

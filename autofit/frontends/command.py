@@ -14,12 +14,11 @@ from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
 from autofit.files import regular_bytes
-from autofit.frontends.branches import Branches
+from autofit.frontends.branches import OWN_ARGUMENTS, Branches
+from autofit.frontends.branches import UNSURE as UNSURE
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.recipe.yaml_file import MOST_BYTES, of_notebook, parse_yaml, read_yaml_mapping
 
-UNSURE = "\0"  # in a word whose value is only known where the script runs
-_OWN_ARGUMENTS = ("#", "1")  # their number and the first of them, which a loop over them asks for
 _ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and between its elements
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\w+|[@*#?$!]")
@@ -69,14 +68,23 @@ def script_text(path: Path) -> str:
     return of_notebook(text)
 
 
-def commands(text: str, *, likely: bool = False) -> Iterator[Command]:
-    """The commands of a script, in their order.
+def takes_arguments(text: str) -> bool:
+    """Whether a script has a loop over arguments of its own."""
+    branches = Branches()
+    for _ in commands(text, branches=branches):
+        pass
+    return branches.over_arguments
+
+
+def commands(text: str, *, likely: bool = False, branches: Branches | None = None) -> Iterator[Command]:
+    """The commands of a script, in their order. The `branches` may be asked afterwards.
 
     With `likely`, a variable that conditions set has the first value that one of them gives it.
     """
     text = _with_lost_backslashes(text)
     known: dict[str, str] = {}
-    branches, sure = Branches(), True  # whether the statement before this one was an assignment that is certain
+    branches = Branches() if branches is None else branches
+    sure = True  # whether the statement before this one was an assignment that is certain
     scanner = _Scanner(text, known)
     for words in scanner.statements():
         start, end = scanner.start, scanner.end
@@ -124,11 +132,6 @@ def _behind_launcher(words: list[str]) -> list[str]:
         if first and (behind[place] in _LAUNCHERS or _PYTHON.fullmatch(behind[place])):
             return behind[place:]
     return words
-
-
-def starts(started: Iterator[object]) -> bool:
-    """Whether a script starts a training, of those that a front end finds in it."""
-    return next(started, None) is not None
 
 
 def _with_lost_backslashes(text: str) -> str:
@@ -415,11 +418,11 @@ class _Scanner:
             self.at += 1
             return "$"
         self.at = found.end()
-        return self.known.get(found[0], UNSURE + (found[0] if found[0] in _OWN_ARGUMENTS else ""))
+        return self.known.get(found[0], mark if (mark := UNSURE + found[0]) in OWN_ARGUMENTS else UNSURE)
 
     def _variable(self, text: str) -> str:
         """What `${text}` stands for."""
-        if text in _OWN_ARGUMENTS:
+        if UNSURE + text in OWN_ARGUMENTS:
             return UNSURE + text
         found = _VARIABLE.fullmatch(text)
         if found is None:

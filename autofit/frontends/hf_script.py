@@ -21,7 +21,7 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Draft, Explanation, Foreign, Line, lines, said
-from autofit.frontends.python_file import ADAPTED, adapted, as_it_is, python_file
+from autofit.frontends.python_file import ADAPTED, LENGTHS, RANKS, adapted, as_it_is, python_file
 from autofit.frontends.sharing import of_accelerate
 from autofit.frontends.tools import asks_for_evaluation, keys_of, launch_of, note_commas, take, take_evaluation
 from autofit.frontends.trl_recipe import batch_words
@@ -32,14 +32,12 @@ _OTHER_TASK = re.compile(
     r"dpo|ppo|grpo|kto|orpo|reward|distil|embed|rerank|llava|_vl|vlm|mm_|seq2seq|classif|glue|qa\b"
 )
 _SEEING = ("vision_tower", "image_folder", "image_path", "tune_mm_llm", "mm_projector_lr", "max_pixels", "video_folder")
-_LENGTHS = ("model_max_length", "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "max_length", "seq_length",
-            "max_len")  # fmt: skip
+_LENGTHS = (*LENGTHS, "max_length", "seq_length", "max_len")
 _LORA = ("use_lora", "use_peft", "use_peft_lora", "lora_enable")
 _QLORA = ("q_lora", "use_qlora", "qlora", "load_in_4bit")
-_RANKS = ("lora_r", "lora_rank")
 _RANK = 8  # PEFT's default
 # Arguments of a script's own whose defaults count, those of one thing together.
-_DEFAULTS = (_LENGTHS, _RANKS, ("lora_alpha",), ("lora_dropout",), ADAPTED, _LORA, _QLORA)
+_DEFAULTS = (_LENGTHS, RANKS, ("lora_alpha",), ("lora_dropout",), ADAPTED, _LORA, _QLORA)
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
@@ -163,7 +161,7 @@ def _weights(draft: Draft) -> None:
     if not quantised and not adapters:
         return
     draft.put("use_peft", True, (adapters or quantised)[0])
-    rank = next((found for key in _RANKS if (found := draft.whole(key))), None)
+    rank = next((found for key in RANKS if (found := draft.whole(key))), None)
     draft.put("lora_r", rank or _RANK, "lora_r")
     draft.put("lora_alpha", draft.whole("lora_alpha"))
     draft.put("lora_dropout", draft.number("lora_dropout"))

@@ -13,7 +13,9 @@ from autofit.recipe.yaml_file import MOST_BYTES, is_open
 
 _PARSERS = ("TrlParser", "HfArgumentParser", "H4ArgumentParser")  # take the fields of TRL's configs as arguments
 
-ADAPTED = ("lora_target_modules", "lora_target", "target_modules")  # what scripts call the layers with an adapter
+# What scripts call the layers with an adapter, its rank, and the longest row.
+ADAPTED, RANKS = ("lora_target_modules", "lora_target", "target_modules"), ("lora_r", "lora_rank")
+LENGTHS = ("model_max_length", "max_seq_length", "max_seq_len", "block_size", "cutoff_len")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +51,9 @@ def _read(path: Path, _: object) -> PythonFile | None:
     trainers = {name for name in used & known if name.endswith("Trainer")}
     own = {name: default for node in nodes for name, default in _arguments(node)}
     return PythonFile(
-        trainers=tuple(sorted(trainers)),
-        takes_trls=bool(used & set(_PARSERS)),
-        takes_models="ModelConfig" in known,
+        trainers=tuple(sorted(trainers)), takes_trls=bool(used & set(_PARSERS)), takes_models="ModelConfig" in known,
         own=own,
-    )
+    )  # fmt: skip
 
 
 def adapted(said: object) -> object:

@@ -1,10 +1,10 @@
 """A file of another tool, read and explained; and why its values are no recipe of TRL's. No torch here."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autofit.errors import ConfigError, UnknownKeyError
 from autofit.frontends import (
@@ -20,7 +20,7 @@ from autofit.frontends import (
     verl_rules,
     yaml_script,
 )
-from autofit.frontends.command import UNSURE, commands, script_text, starts
+from autofit.frontends.command import UNSURE, Command, commands, script_text, takes_arguments
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.python_file import as_it_is
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
@@ -28,11 +28,14 @@ from autofit.frontends.verl_settings import file_notes, script_notes
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
+_BY_YAML, _OF_ITS_OWN = "LLaMA-Factory or Axolotl", "a Trainer of its own"
+_READERS: dict[str, Callable[..., Foreign]] = {  # of a script's arguments
+    trl_script.TOOL: trl_script.of_script, _OF_ITS_OWN: hf_script.of_script, MS_SWIFT.name: ms_swift.of_script,
+}  # fmt: skip
 _ACCELERATE = ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "num_processes")
 _OF_VERL = re.compile(r"verl\.trainer\.\w+")
 _OTHERS = {"OpenRLHF": re.compile(r"openrlhf\.cli\.\w+"), "EasyR1": re.compile(r"verl\.trainer\.main")}
 _KEY = re.compile(r"(?m)^\w+:(?:\s|$)")  # of a YAML
-_OVER_ARGUMENTS = re.compile(r"(?m)^\s*while\b[^\n;]*(?:\$\{?[#1]|\bgetopts\b)")  # a loop of a script
 Read = TypeVar("Read")
 # Tool -> the recipe of its YAML's values in a folder. A tool that is not here is only explained.
 _RECIPES: dict[str, Callable[..., Foreign]] = {
@@ -68,10 +71,26 @@ def is_script(text: str) -> bool:
 
 def starts_training(text: str) -> bool:
     """Whether a script with this text starts a training that is read."""
-    readers = (yaml_script, hf_script, ms_swift)
-    if verl.starts_verl(text) or any(starts(reader.started(text)) for reader in readers):
-        return True
-    return starts(trl_script.started(text, Path.cwd()))
+    return verl.starts_verl(text) or first_training(text, Path.cwd()) is not None
+
+
+def first_training(text: str, folder: Path) -> tuple[str, Command] | None:
+    """(tool, command) of the first training that a script in `folder` starts, but for verl's."""
+    started: Mapping[str, Iterator[tuple[Any, ...]]] = {
+        trl_script.TOOL: trl_script.started(text, folder), _BY_YAML: yaml_script.started(text),
+        _OF_ITS_OWN: hf_script.started(text), MS_SWIFT.name: ms_swift.started(text),
+    }  # fmt: skip
+    return next(((tool, found[0]) for tool, each in started.items() for found in each), None)
+
+
+def _tool(text: str, path: Path) -> str:
+    """The tool whose training a script starts first. Raises ConfigError for a script that trains with none."""
+    if verl.starts_verl(text):
+        return VERL.name
+    first = first_training(text, path.resolve().parent)
+    if first is None and "megatron" not in text:  # ms-swift's reader tells of its Megatron
+        raise _starts_none(text, path)
+    return MS_SWIFT.name if first is None else first[0]
 
 
 def read_script(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign:
@@ -83,42 +102,36 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
 
 def _own_arguments(text: str) -> tuple[str, ...]:
     """A note where a script may be started with arguments."""
-    return ("the script is read as it runs without arguments of its own",) if _OVER_ARGUMENTS.search(text) else ()
+    return ("the script is read as it runs without arguments of its own",) if takes_arguments(text) else ()
 
 
 def _recipe_of_script(path: Path, text: str, ranks: int | None) -> Foreign:
-    if verl.starts_verl(text):
-        return _named(VERL.name, path, lambda: verl_recipe.of_script(text, ranks=ranks))
-    folder = path.resolve().parent
-    if starts(trl_script.started(text, folder)):
-        return _named(trl_script.TOOL, path, lambda: trl_script.of_script(text, folder=folder, ranks=ranks))
-    if starts(yaml_script.started(text)):
-        started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
+    folder, tool = path.resolve().parent, _tool(text, path)
+    if tool == VERL.name:
+        return _named(tool, path, lambda: verl_recipe.of_script(text, ranks=ranks))
+    if (reader := _READERS.get(tool)) is None:
+        started = _named(tool, path, lambda: yaml_script.training(text, folder=folder))
         return _of_training(started, path, ranks)
-    if starts(hf_script.started(text)):
-        return _named("a Trainer of its own", path, lambda: hf_script.of_script(text, folder=folder, ranks=ranks))
-    _check_starts(text, path)
-    return _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks))
+    return _named(tool, path, lambda: reader(text, folder=folder, ranks=ranks))
 
 
-def _check_starts(text: str, path: Path) -> None:
-    """Raise ConfigError for a script that starts no training of ms-swift, the last one whose training is looked for."""
-    if "megatron" not in text and not starts(ms_swift.started(text)):
-        started = [word for command in commands(text) for word in command.words if UNSURE not in word]
-        scripts = [word for word in started if word.endswith(".py")]
-        for tool, module in _OTHERS.items():
-            if other := next((word for word in started if module.fullmatch(word)), None):
-                raise ConfigError(
-                    f"{path} trains with {tool} ({other}), which is not read; a recipe of TRL with its model and batch "
-                    "(`autofit init --help`) says what the like of it takes there"
-                )
-        if other := next((word for word in started if _OF_VERL.fullmatch(word)), None):
-            raise ConfigError(f"{path} starts {other}, and of verl only the training with PPO and its kin is read")
-        raise ConfigError(
-            f"no training is started in {path}: it must call `llamafactory-cli train`, `axolotl train`, `swift sft`, "
-            "`trl sft` or their like, `python -m verl.trainer.main_ppo`, or a Python file with --model_name_or_path"
-            f"{as_it_is(scripts[-1]) if scripts else ''}"
-        )
+def _starts_none(text: str, path: Path) -> ConfigError:
+    """The refusal of a script that starts no training which is read."""
+    started = [word for command in commands(text) for word in command.words if UNSURE not in word]
+    scripts = [word for word in started if word.endswith(".py")]
+    for tool, module in _OTHERS.items():
+        if other := next((word for word in started if module.fullmatch(word)), None):
+            return ConfigError(
+                f"{path} trains with {tool} ({other}), which is not read; a recipe of TRL with its model and batch "
+                "(`autofit init --help`) says what the like of it takes there"
+            )
+    if other := next((word for word in started if _OF_VERL.fullmatch(word)), None):
+        return ConfigError(f"{path} starts {other}, and of verl only the training with PPO and its kin is read")
+    return ConfigError(
+        f"no training is started in {path}: it must call `llamafactory-cli train`, `axolotl train`, `swift sft`, "
+        "`trl sft` or their like, `python -m verl.trainer.main_ppo`, or a Python file with --model_name_or_path"
+        f"{as_it_is(scripts[-1]) if scripts else ''}"
+    )
 
 
 def _of_training(found: yaml_script.Training, path: Path, ranks: int | None) -> Foreign:
@@ -231,24 +244,17 @@ def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explan
 
 
 def _explained_script(text: str, path: Path, ranks: int | None) -> Explanation:
-    if not verl.starts_verl(text):
-        folder = path.resolve().parent
-        if starts(trl_script.started(text, folder)):
-            return trl_script.explain(text, folder=folder, ranks=ranks)
-        if starts(yaml_script.started(text)):
-            started = _named("LLaMA-Factory or Axolotl", path, lambda: yaml_script.training(text, folder=folder))
-            count = started.ranks if ranks is None else ranks
-            said = tools.explain(started.tool, started.values, ranks=count)
-            return _with_recipe(said, lambda: _of_training(started, path, ranks))
-        if starts(hf_script.started(text)):
-            return _named("a Trainer of its own", path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
-        _check_starts(text, path)
-        training = _named(MS_SWIFT.name, path, lambda: ms_swift.training(text, folder=folder))
-        ranks = training.ranks if ranks is None else ranks
-        return _with_recipe(
-            tools.explain(MS_SWIFT, training.values, ranks=ranks),
-            lambda: _named(MS_SWIFT.name, path, lambda: ms_swift.of_script(text, folder=folder, ranks=ranks)),
-        )
+    folder, tool = path.resolve().parent, _tool(text, path)
+    if tool == trl_script.TOOL:
+        return trl_script.explain(text, folder=folder, ranks=ranks)
+    if tool == _OF_ITS_OWN:
+        return _named(tool, path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
+    if tool != VERL.name:
+        read = ms_swift.training if tool == MS_SWIFT.name else yaml_script.training
+        started: ms_swift.Training | yaml_script.Training = _named(tool, path, lambda: read(text, folder=folder))
+        of = started.tool if isinstance(started, yaml_script.Training) else MS_SWIFT
+        said = tools.explain(of, started.values, ranks=started.ranks if ranks is None else ranks)
+        return _with_recipe(said, lambda: _recipe_of_script(path, text, ranks))
     found, unread = verl.overrides(text)
     notes = script_notes(text, found, unread)
     found = dict(verl.on_gpus(found, ranks))

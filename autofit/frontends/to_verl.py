@@ -36,10 +36,8 @@ _OF_VLLM = {
     "vllm_enable_sleep_mode": f"{_R}.free_cache_engine",
 }  # fmt: skip
 _OF_LORA = {
-    "lora_r": f"{_M}.lora_rank",
-    "lora_alpha": f"{_M}.lora_alpha",
-    "lora_target_modules": f"{_M}.target_modules",
-}
+    "lora_r": f"{_M}.lora_rank", "lora_alpha": f"{_M}.lora_alpha", "lora_target_modules": f"{_M}.target_modules",
+}  # fmt: skip
 _LOSSES = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}

@@ -92,10 +92,8 @@ _ACCUMULATION, _MICRO = "gradient_accumulation_steps", "per_device_train_batch_s
 _MICRO_BATCH = {LLAMA_FACTORY.name: (_MICRO, 8), AXOLOTL.name: ("micro_batch_size", 1), MS_SWIFT.name: (_MICRO, 1)}
 # The key that names the trainer, and its default (finetuning_args.py; schemas/config.py; rlhf_args.py).
 _TRAINER = {
-    LLAMA_FACTORY.name: ("stage", "sft"),
-    AXOLOTL.name: ("rl", "sft"),
-    MS_SWIFT.name: ("rlhf_type", "sft or pt"),
-}
+    LLAMA_FACTORY.name: ("stage", "sft"), AXOLOTL.name: ("rl", "sft"), MS_SWIFT.name: ("rlhf_type", "sft or pt"),
+}  # fmt: skip
 # Engines of LLaMA-Factory with batches of their own, and keys of its new trainer, which has another batch.
 _OTHER_BATCH = ("use_mca", "use_megatron_bridge", "use_hyper_parallel", "model_class", "dist_config")
 

@@ -28,7 +28,7 @@ from autofit.frontends.command import (
     told_ranks,
 )
 from autofit.frontends.draft import Explanation, Foreign, Line
-from autofit.frontends.python_file import ADAPTED, PythonFile, adapted, as_it_is, python_file
+from autofit.frontends.python_file import ADAPTED, LENGTHS, RANKS, PythonFile, adapted, as_it_is, python_file
 from autofit.frontends.sharing import OTHERWISE, near
 from autofit.frontends.trl_recipe import OTHERS, OTHERS_OWN, batch_words, not_simulated, recipe, stand_in, tool_of
 from autofit.recipe.keys import RENAMED
@@ -67,10 +67,8 @@ _SHARED = frozenset({_MODEL, *_OF_MODEL_CONFIG, *_OF_BATCH.split(), *TAKEN_BY, *
     "dataset_name"
 }
 _MODELS = ("model_name", "model_id", "base_model", "model_path", "model")  # a script's own names of it
-_LENGTHS = ("block_size", "max_seq_length", "max_seq_len", "cutoff_len", "model_max_length")  # and of the longest row
-
 _OTHERWISE = (
-    (_MODEL, _MODELS, str), ("max_length", _LENGTHS, int), ("lora_r", ("lora_rank",), int),
+    (_MODEL, _MODELS, str), ("max_length", LENGTHS, int), ("lora_r", RANKS[1:], int),
     ("lora_target_modules", ADAPTED, str | list),
 )  # fmt: skip
 
@@ -148,12 +146,9 @@ def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
         kind=kind, values=values, ranks=count if isinstance(count, int) else None, notes=tuple(notes),
         keys=keys | names,
         fixed=frozenset() if file is None or file.takes_models else _OF_MODEL_CONFIG - file.own.keys(),
-        prompt_tokens=prompt_tokens, words=" ".join((*takewhile(_is_no_option, before[:2]), script)),
+        prompt_tokens=prompt_tokens,
+        words=" ".join((*takewhile(lambda word: not word.startswith("--"), before[:2]), script)),
     )  # fmt: skip
-
-
-def _is_no_option(word: str) -> bool:
-    return not word.startswith("--")
 
 
 def _without_own(

@@ -27,9 +27,18 @@ from autofit.frontends import (
     verl_recipe,
     yaml_script,
 )
-from autofit.frontends.command import Command, commands, script_text, starts
+from autofit.frontends.command import Command, commands, script_text
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, summary
-from autofit.frontends.reading import SCRIPTS, explain, explain_script, read, read_script, read_values, starts_training
+from autofit.frontends.reading import (
+    SCRIPTS,
+    explain,
+    explain_script,
+    first_training,
+    read,
+    read_script,
+    read_values,
+    starts_training,
+)
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
 from autofit.frontends.verl import span as verls_span
 from autofit.frontends.verl import starts_verl
@@ -286,10 +295,9 @@ def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
     """`text` of the script `path` with `key` of the first training that it starts set to `value`."""
     if starts_verl(text):
         return _in_verls_script(text, whole_key(key), value)
-    if starts(yaml_script.started(text)):
-        found = yaml_script.training(text, folder=path.resolve().parent)
-        if found.tool is LLAMA_FACTORY and found.config is not None:
-            end = next(yaml_script.started(text))[0].end
+    if (first := next(yaml_script.started(text), None)) is not None and first[1] is LLAMA_FACTORY:
+        end = first[0].end
+        if yaml_script.training(text, folder=path.resolve().parent).config is not None:
             return f"{text[:end].rstrip()} {override(key, value)}{text[end:]}"  # of several, the last counts
     return _in_script(text, key, value, folder=path.resolve().parent)
 
@@ -584,9 +592,8 @@ def _editor(path: Path, tool: str) -> Callable[[str, str, object], str]:
 
 def _first_of(text: str, folder: Path) -> Command | None:
     """The first training that a script in `folder` starts, but for verl's."""
-    if (first := next(trl_script.started(text, folder), None)) is not None:
-        return first.command
-    return next((found[0] for reader in (yaml_script, hf_script, ms_swift) for found in reader.started(text)), None)
+    first = first_training(text, folder)
+    return None if first is None else first[1]
 
 
 def _in_script(text: str, key: str, value: object, *, folder: Path) -> str:

@@ -158,7 +158,7 @@ def own_checkpoints(output: Path) -> Path:
 
 
 class Report:
-    """Where a run says what it does. Every method does nothing here; a receiver overrides what it wants to hear."""
+    """Where a run says what it does: here only its phases follow from that. A receiver overrides what it wants."""
 
     def enter(self, phase: str) -> str:
         """The run goes on in `phase`; the phase that it left."""
@@ -185,14 +185,17 @@ class Report:
 
     def step_begins(self, step: int) -> None:
         """The optimizer step after `step` finished ones begins."""
+        self.enter(UPDATE)
 
     def micro_step_ends(self) -> None:
         """The gradients of one micro-batch are added, and another follows before the optimizer."""
 
     def gradient_is_whole(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
         """Every gradient of the optimizer step is accumulated, and the optimizer has not used them yet."""
+        self.enter(OPTIMIZER)
 
-    def optimizer_ends(self) -> None: ...
+    def optimizer_ends(self) -> None:
+        self.enter(UPDATE)
 
     def step_ends(self, step: int) -> Control:
         """`step` optimizer steps are finished."""

@@ -223,13 +223,9 @@ def classified(ending: ProcessEnding, request: ProbeRequest) -> ProbeResult:
     phase = request.phase_path.read_text() if request.phase_path.exists() else "load"
     status, cause, what = _end_of(ending, request)
     return ProbeResult(
-        status=status,
-        device=request.device,
-        reason=f"{what} during {phase}; see {request.log_path}",
-        cause=cause,
-        oom_phase=phase if status is ProbeStatus.OOM else None,
-        limit_bytes=request.limit_bytes,
-    )
+        status=status, device=request.device, reason=f"{what} during {phase}; see {request.log_path}", cause=cause,
+        oom_phase=phase if status is ProbeStatus.OOM else None, limit_bytes=request.limit_bytes,
+    )  # fmt: skip
 
 
 def _end_of(ending: ProcessEnding, request: ProbeRequest) -> tuple[ProbeStatus, Cause | None, str]:

@@ -174,11 +174,8 @@ class CpuMemory:
         tracker = self._tracker
         peak_bytes, tracker.peak_bytes = tracker.peak_bytes, tracker.current_bytes
         return PhasePeak(
-            name=left,
-            peak_allocated_bytes=peak_bytes,
-            peak_reserved_bytes=peak_bytes,
-            device_used_bytes=peak_bytes,
-        )
+            name=left, peak_allocated_bytes=peak_bytes, peak_reserved_bytes=peak_bytes, device_used_bytes=peak_bytes,
+        )  # fmt: skip
 
     def now_s(self) -> float:
         return time.perf_counter()
@@ -245,11 +242,9 @@ class CudaMemory:
         if outside >= 0:
             self._awake_bytes = outside
         peak = PhasePeak(
-            name=left,
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
-            peak_reserved_bytes=reserved,
+            name=left, peak_allocated_bytes=torch.cuda.max_memory_allocated(), peak_reserved_bytes=reserved,
             device_used_bytes=reserved + (outside if left in _ASLEEP else self._awake_bytes),
-        )
+        )  # fmt: skip
         torch.cuda.reset_peak_memory_stats()
         self._cap(outside if entered in _ASLEEP else self._awake_bytes)
         return peak

@@ -258,14 +258,12 @@ class SimMemory:
         self._replay = Unlimited(run.log, [m.event for m in run.marks], settings=self._gpu.settings)
         found = [
             PhasePeak(
-                name=mark.name,
-                peak_allocated_bytes=allocated,
-                peak_reserved_bytes=reserved,
+                name=mark.name, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved,
                 device_used_bytes=reserved + self.outside_bytes,
             )
             for number, (mark, (allocated, reserved)) in enumerate(zip(run.marks, self._replay.phases, strict=True))
             if number not in self._shares_of
-        ]
+        ]  # fmt: skip
         steps = [self._seconds(times, a, b) for a, b in zip(self._steps[::2], self._steps[1::2], strict=True)]
         for step, phase in product(steps, BEFORE_UPDATE):
             step[phase] *= share_of_rollout
@@ -346,18 +344,13 @@ class SimMemory:
         begins = [mark.event for mark in run.marks]
         line = timeline_of(run.nbytes, run.categories, list(zip(begins, names, strict=True)))
         return {
-            "device_used_bytes": used,
-            "least_capacity_bytes": least,
-            "growing_capacity_bytes": growing,
+            "device_used_bytes": used, "least_capacity_bytes": least, "growing_capacity_bytes": growing,
             "categories": {p.name: {k: v for k, v in p.categories.items() if v} for p in line.phases if p.name},
-            "course": self._course(line),
-            "fidelity": Fidelity.PREDICTED,
-            "host_costs": self._costs_source,
+            "course": self._course(line), "fidelity": Fidelity.PREDICTED, "host_costs": self._costs_source,
             "log_error": self._log_error,
             "shares": {name: _card_and_host(shares) for name, shares in self._bounds.items() if shares},
-            "notes": (*told, *(() if self._host is None else (self._host.told,))),
-            "host": self._host,
-        }
+            "notes": (*told, *(() if self._host is None else (self._host.told,))), "host": self._host,
+        }  # fmt: skip
 
     def _course(self, line: Timeline) -> dict[str, Any]:
         """Live MiB of the last measured step by category, at the highest moment of each of equal parts of its events.

@@ -81,15 +81,6 @@ class Followed(Report):
     def enter(self, phase: str) -> str:
         return self.recorder.enter(phase)
 
-    def step_begins(self, step: int) -> None:
-        self.recorder.enter(UPDATE)
-
-    def gradient_is_whole(self, model: object, optimizer: object) -> None:
-        self.recorder.enter(OPTIMIZER)
-
-    def optimizer_ends(self) -> None:
-        self.recorder.enter(UPDATE)
-
 
 # The clock of a probe's measured steps.
 
@@ -288,22 +279,13 @@ def _probe(request: ProbeRequest, memory: Memory, recorder: PhaseRecorder) -> tu
     result = ProbeResult(
         status=ProbeStatus.OOM if over else ProbeStatus.FIT,
         reason="device-used bytes exceeded the target" if over else "",
-        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None,
-        device=request.device,
-        limit_bytes=request.limit_bytes,
-        phases=tuple(p for p in peaks if p.name != "end"),
-        step_s=tuple(steps.step_s),
-        rollout_s=tuple(steps.rollout_s),
-        update_s=tuple(steps.update_s),
-        sync_s=tuple(steps.sync_s),
-        phase_s=dict(getattr(steps, "phase_s", {})),
-        card_states=tuple(steps.card_states),
-        completions_per_step=run.samples_per_step,
-        tokens_per_step=run.tokens_per_step,
-        device_name=memory.device_name,
-        versions=versions(),
-        **most,
-    )
+        oom_phase=max(peaks, key=lambda p: p.device_used_bytes).name if over else None, device=request.device,
+        limit_bytes=request.limit_bytes, phases=tuple(p for p in peaks if p.name != "end"), step_s=tuple(steps.step_s),
+        rollout_s=tuple(steps.rollout_s), update_s=tuple(steps.update_s), sync_s=tuple(steps.sync_s),
+        phase_s=dict(getattr(steps, "phase_s", {})), card_states=tuple(steps.card_states),
+        completions_per_step=run.samples_per_step, tokens_per_step=run.tokens_per_step, device_name=memory.device_name,
+        versions=versions(), **most,
+    )  # fmt: skip
     return result, run
 
 
@@ -453,7 +435,7 @@ class _StepMarks(Followed):
         self._memory, self._measure_after, self._loads_apart = memory, measure_after, loads_apart
         self._trained: tuple[object, object] | None = None
 
-    def gradient_is_whole(self, model: object, optimizer: object) -> None:
+    def gradient_is_whole(self, model: Any, optimizer: Any) -> None:
         super().gradient_is_whole(model, optimizer)
         self._trained = model, optimizer
 

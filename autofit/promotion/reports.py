@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autofit.errors import printable
-from autofit.plugin.protocol import LOAD, OPTIMIZER, UPDATE, Control, Report, Run
+from autofit.plugin.protocol import LOAD, UPDATE, Control, Report, Run
 from autofit.promotion.checkpoints import prove, rotate, unwritten, what_is_torn
 from autofit.promotion.run_folder import Place, asked_to_end
 from autofit.watching.contract import StepFacts, Watched, Watcher
@@ -54,6 +54,7 @@ class RunRecorder(Report):
         self._ask(lambda watcher: watcher.begins(self._watched))
 
     def step_begins(self, step: int) -> None:
+        super().step_begins(step)
         self._began = time.monotonic()
         self.began = True
 
@@ -162,34 +163,21 @@ class Where(Report):
         """The run went on to `at_work`."""
 
     def enter(self, phase: str) -> str:
-        left = self.at_work
-        self._go_to(phase)
+        left, self.at_work = self.at_work, phase
+        self.moved()
         return left
 
     def train_begins(self) -> None:
         super().train_begins()
-        self._go_to(UPDATE)
+        self.enter(UPDATE)
 
     def step_begins(self, step: int) -> None:
         self.in_step = True
-        self._go_to(UPDATE)
         super().step_begins(step)
-
-    def gradient_is_whole(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._go_to(OPTIMIZER)
-        super().gradient_is_whole(model, optimizer)
-
-    def optimizer_ends(self) -> None:
-        self._go_to(UPDATE)
-        super().optimizer_ends()
 
     def step_ends(self, step: int) -> Control:
         self.in_step = False
         return super().step_ends(step)
-
-    def _go_to(self, phase: str) -> None:
-        self.at_work = phase
-        self.moved()
 
 
 class Locating(Where, RunRecorder):

@@ -382,14 +382,11 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     tenth = max(1, len(rewards) // 10)
     return {
-        "steps": steps,
-        "final_loss": next((line["loss"] for line in reversed(lines) if "loss" in line), None),
+        "steps": steps, "final_loss": next((line["loss"] for line in reversed(lines) if "loss" in line), None),
         "first_reward": sum(rewards[:tenth]) / tenth if rewards else None,
-        "last_reward": sum(rewards[-tenth:]) / tenth if rewards else None,
-        "reward_window_steps": tenth,
-        "output_dir": str(output.resolve()),
-        "seconds_since_resume": seconds,
-    }
+        "last_reward": sum(rewards[-tenth:]) / tenth if rewards else None, "reward_window_steps": tenth,
+        "output_dir": str(output.resolve()), "seconds_since_resume": seconds,
+    }  # fmt: skip
 
 
 def start_mirror(folder: Path) -> "subprocess.Popen[bytes] | None":

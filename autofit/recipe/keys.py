@@ -72,20 +72,13 @@ def divisors(number: int) -> set[int]:
 # 4.44 to 5.23 and TRL 0.12 to 1.16. A deprecated field whose help text names its successor need not be listed.
 RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
-    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    ("evaluation_strategy", "eval_strategy"),
-    ("no_cuda", "use_cpu"),
-    ("per_gpu_train_batch_size", "per_device_train_batch_size"),
-    ("per_gpu_eval_batch_size", "per_device_eval_batch_size"),
-    ("push_to_hub_token", "hub_token"),
-    ("push_to_hub_model_id", "hub_model_id"),
-    ("warmup_ratio", "warmup_steps"),
-    ("torch_dtype", "dtype"),
-    ("max_seq_length", "max_length"),
-    ("use_liger", "use_liger_kernel"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), ("evaluation_strategy", "eval_strategy"),
+    ("no_cuda", "use_cpu"), ("per_gpu_train_batch_size", "per_device_train_batch_size"),
+    ("per_gpu_eval_batch_size", "per_device_eval_batch_size"), ("push_to_hub_token", "hub_token"),
+    ("push_to_hub_model_id", "hub_model_id"), ("warmup_ratio", "warmup_steps"), ("torch_dtype", "dtype"),
+    ("max_seq_length", "max_length"), ("use_liger", "use_liger_kernel"),
     ("use_transformers_paged", "use_transformers_continuous_batching"),
     ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex"),
     ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
-    ("vllm_max_model_len", "vllm_max_model_length"),
-    ("wandb_log_unique_prompts", "log_unique_prompts"),
-)
+    ("vllm_max_model_len", "vllm_max_model_length"), ("wandb_log_unique_prompts", "log_unique_prompts"),
+)  # fmt: skip

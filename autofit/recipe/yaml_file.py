@@ -375,14 +375,12 @@ def _same(one: object, other: object) -> bool:
 Kind = str | list[Any]
 
 _IS: dict[str, Callable[[object], bool]] = {
-    "list": lambda value: isinstance(value, list),
-    "mapping": lambda value: isinstance(value, dict),
+    "list": lambda value: isinstance(value, list), "mapping": lambda value: isinstance(value, dict),
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "whole number": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "null": lambda value: value is None,
-    "text": lambda value: isinstance(value, str),
+    "null": lambda value: value is None, "text": lambda value: isinstance(value, str),
     "true or false": lambda value: isinstance(value, bool),
-}
+}  # fmt: skip
 _OF_HINT: dict[Any, Kind] = {
     float: "number", int: "whole number", type(None): "null", dict: "mapping", list: "list", str: "text",
     bool: "true or false",

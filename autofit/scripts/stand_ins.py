@@ -342,15 +342,12 @@ class StandIns:
             load = original.__get__(None, cls)
             name, rest = _name(rest, named)
             forget_downloads(named)
-            if self._making or not isinstance(name, str) or Path(name).exists():
-                if (
-                    kind is AutoTokenizer
-                    and not self._making
-                    and os.path.isdir(name)
-                    and not has_vocabulary(name, None)
-                ):
-                    self._note(f"there is no tokenizer in {name}: {_SMALL}, stands in")
-                    return small_tokenizer()
+            if self._making or not isinstance(name, str):
+                return load(name, *rest, **named)
+            if kind is AutoTokenizer and os.path.isdir(name) and not has_vocabulary(name, None):
+                self._note(f"there is no tokenizer in {name}: {_SMALL}, stands in")
+                return small_tokenizer()
+            if Path(name).exists():
                 return load(name, *rest, **named)
             try:
                 found = load(name, *rest, **named)

@@ -236,22 +236,14 @@ def _knob(what: str, name: str, entry: object) -> Knob:
     if any(isinstance(v, list | dict) for v in (*listed, *on_cpu)):
         raise ConfigError(f"{where}: values must be plain (numbers, text, true, false); got {values!r}")
     return Knob(
-        name=name,
-        tier=entry["tier"],
-        values=listed,
-        cpu_values=tuple(on_cpu),
-        solved=values == "solved",
-        memory_ascending=memory == "ascending",
-        needs=_texts(where, "needs", entry.get("needs", [])),
+        name=name, tier=entry["tier"], values=listed, cpu_values=tuple(on_cpu), solved=values == "solved",
+        memory_ascending=memory == "ascending", needs=_texts(where, "needs", entry.get("needs", [])),
         scales=_texts(where, "scales", entry.get("scales", [])),
-        traced=_switch(where, "traced", entry.get("traced", True)),
-        when=_conditions(where, entry.get("when", {})),
-        sets=tuple(_settings(where, "sets", entry.get("sets", {})).items()),
-        unset=entry.get("unset"),
+        traced=_switch(where, "traced", entry.get("traced", True)), when=_conditions(where, entry.get("when", {})),
+        sets=tuple(_settings(where, "sets", entry.get("sets", {})).items()), unset=entry.get("unset"),
         values_need=_conditions(where, entry.get("values_need", {}), key="values_need"),
-        unless=_exceptions(where, entry.get("unless", {})),
-        stated=read_traits(where, name, entry),
-    )
+        unless=_exceptions(where, entry.get("unless", {})), stated=read_traits(where, name, entry),
+    )  # fmt: skip
 
 
 def _conditions(where: str, value: object, *, key: str = "when") -> tuple[Condition, ...]:

@@ -70,14 +70,9 @@ class Space:
 
     @classmethod
     def of(
-        cls,
-        recipe: Recipe,
-        knobs: tuple[Knob, ...],
-        *,
-        allow: Tier = "neutral",
-        device: str = "cpu",
+        cls, recipe: Recipe, knobs: tuple[Knob, ...], *, allow: Tier = "neutral", device: str = "cpu",
         card: str | None = None,
-    ) -> "Space":
+    ) -> "Space":  # fmt: skip
         """The space of `recipe`, with the knobs permitted by `allow` (the lowest tier to change) and `device`."""
         recipe.check()
         declared = checked(knobs, recipe)

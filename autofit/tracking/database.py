@@ -46,8 +46,7 @@ def own_path(folder: Path) -> Path:
     return folder / DATABASE
 
 
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+_to_stderr = functools.partial(print, file=sys.stderr, flush=True)
 
 
 def make_whole(folder: Path, *, say: Callable[[str], None] = _to_stderr) -> bool:

@@ -1,12 +1,14 @@
-"""The picture of a study's front: device-used against step time, with every candidate that was predicted. No MLflow."""
+"""Pictures for MLflow and reports: a study's front with every candidate that was predicted, and a step. No MLflow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autofit.forecast.predictions import Cloud
-from autofit.probing.result import ProbeStatus
+from autofit.forecast.step_picture import memory_figure
+from autofit.probing.launch import Attempts
+from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.tuning.frontier import Foreseen, Trial, baseline, common_front, winner
 from autofit.tuning.record import StudyRecord
 from autofit.units import format_bytes
@@ -296,3 +298,33 @@ def _counts(picture: FrontPicture, beyond: int) -> list[str]:
         cut = ", some beyond this picture" if beyond else ""
         found.append(f"{picture.predicted.candidates} candidates predicted{cut}")
     return found
+
+
+# -- the step of a trial, as files for MLflow -------------------------------------------------------------------------
+
+
+STEP_FILES = ("step.png", "step.svg")
+
+
+def write_step(trial: Trial, record: StudyRecord, *, probes: Path, into: Path) -> list[Path]:
+    """The files of the picture in the folder `into`; [] where no phase of the trial's step is known.
+
+    The study keeps the peaks of each phase; how they came is in the answer in the study's folder of `probes`.
+    """
+    result = _with_course(trial, probes)
+    if result is None or not result.phases:
+        return []
+    figure = memory_figure(result, record.target_bytes, what=f"trial {trial.number}")
+    found = [into / name for name in STEP_FILES]
+    for path in found:
+        figure.savefig(path, dpi=110)
+    return found
+
+
+def _with_course(trial: Trial, probes: Path) -> ProbeResult | None:
+    own = trial.before_confirmation.result
+    for folder in reversed(Attempts(home=probes, name=f"trial-{trial.number:04d}").folders()):
+        answer = ProbeResult.read(folder / "answer.json")
+        if answer is not None and own is not None and answer.device_used_bytes == own.device_used_bytes:
+            return answer
+    return own

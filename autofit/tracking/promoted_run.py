@@ -18,6 +18,7 @@ from autofit.files import read_json, write_json
 from autofit.probing.launch import is_alive
 from autofit.promotion.run_folder import RunFolder
 from autofit.tracking.follower import MIRRORED, mirrored_state
+from autofit.tracking.front_plot import STEP_FILES, write_step
 from autofit.tracking.runs import (
     KIND,
     PROMISE,
@@ -35,7 +36,6 @@ from autofit.tracking.runs import (
     with_gb,
     with_launch,
 )
-from autofit.tracking.step_plot import NAMES, write_step
 from autofit.tuning.frontier import Trial
 from autofit.tuning.locks import exclusive
 from autofit.tuning.record import StudyRecord, record_of
@@ -192,7 +192,7 @@ class RunMirror:
 
     def _draw_step(self, api: Any, trial: Trial, record: StudyRecord) -> None:
         """Log the picture of the trial's step, once."""
-        if any(file.path in NAMES for file in api.list_artifacts(self._run_id)):
+        if any(file.path in STEP_FILES for file in api.list_artifacts(self._run_id)):
             return
         probes = self._study_folder / "probes" / str(self._request["study"])
         with tempfile.TemporaryDirectory() as temporary:

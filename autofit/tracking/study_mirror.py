@@ -20,7 +20,7 @@ from autofit.errors import AutofitError
 from autofit.files import written_json
 from autofit.tracking.database import make_whole, tracking_uri
 from autofit.tracking.follower import keep_mirrored, told_of, told_to_end
-from autofit.tracking.front_plot import study_figure
+from autofit.tracking.front_plot import study_figure, write_step
 from autofit.tracking.promoted_run import RunMirror, mirror_promoted
 from autofit.tracking.runs import (
     COLOR,
@@ -43,19 +43,12 @@ from autofit.tracking.runs import (
     tracking_errors,
     trial_run_ids,
 )
-from autofit.tracking.step_plot import write_step
 from autofit.tracking.ui import view_tags
 from autofit.tuning.frontier import Trial, baseline, common_front, winner
 from autofit.tuning.locks import exclusive
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
-from autofit.tuning.study import (
-    database_errors,
-    load_study,
-    open_storage,
-    study_names,
-    with_confirmations,
-)
+from autofit.tuning.study import database_errors, load_study, open_storage, study_names, with_confirmations
 from autofit.units import format_bytes
 
 _WINNER = "autofit.winner"

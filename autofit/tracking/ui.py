@@ -175,12 +175,10 @@ def _in_all(rows: Sequence[Mapping[str, object]]) -> list[str]:
 def _columns(trials: Sequence[Trial], resolved: Mapping[str, object]) -> list[str]:
     """The table's columns from left to right."""
     return [
-        *(f"tags.`{name}`" for name in (STATUS, TIER, ROLE)),
-        *(f"metrics.`{name}`" for name in _FIGURES),
-        *(f"params.`{name}`" for name in differing(trials, resolved)[:_MOST_COLUMNS]),
-        f"tags.`{PROMISE}`",
+        *(f"tags.`{name}`" for name in (STATUS, TIER, ROLE)), *(f"metrics.`{name}`" for name in _FIGURES),
+        *(f"params.`{name}`" for name in differing(trials, resolved)[:_MOST_COLUMNS]), f"tags.`{PROMISE}`",
         *(f"metrics.`{name}`" for name in _PROMISED),
-    ]
+    ]  # fmt: skip
 
 
 def _width(column: str) -> int:

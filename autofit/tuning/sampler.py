@@ -363,10 +363,8 @@ def make_sampler(
         )
     inner: dict[str, BaseSampler | None] = {
         "tpe": TPESampler(multivariate=True, constant_liar=True, n_startup_trials=5, seed=seed),
-        "nsga2": NSGAIISampler(population_size=12, seed=seed),
-        "random": RandomSampler(seed=seed),
-        "grid": None,
-    }
+        "nsga2": NSGAIISampler(population_size=12, seed=seed), "random": RandomSampler(seed=seed), "grid": None,
+    }  # fmt: skip
     chosen = GPSampler(n_startup_trials=5, seed=seed) if name == "gp" else inner[name]
     return PlainSampler(grid, inner=chosen, predictions=predictions, target_bytes=target_bytes, seed=seed, goal=goal)
 

@@ -447,12 +447,10 @@ class Search:
         if self.plan.budget_s is not None:
             left_s = min(left_s or self.plan.budget_s, max(0.0, self.plan.budget_s - elapsed_s))
         return SearchProgress(
-            trials=trials,
-            probing=tuple(t for t in trials if t.number in self._live),
-            best=winner(trials, goal=self.plan.goal, target_bytes=self.plan.limit_bytes),
-            elapsed_s=elapsed_s,
+            trials=trials, probing=tuple(t for t in trials if t.number in self._live),
+            best=winner(trials, goal=self.plan.goal, target_bytes=self.plan.limit_bytes), elapsed_s=elapsed_s,
             left_s=left_s,
-        )
+        )  # fmt: skip
 
 
 def _all_broken(frozen: list[FrozenTrial]) -> bool:

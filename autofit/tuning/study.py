@@ -24,10 +24,18 @@ from autofit.files import cannot_write
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.keys import Tier
 from autofit.tuning.frontier import Foreseen, Trial
-from autofit.tuning.glance import no_study
 from autofit.tuning.locks import exclusive, holder_of, is_there, put_in_place, wait_until_free, warn_of_a_network
 from autofit.tuning.record import comparisons, confirmations, is_own, record_of, repeats, sealed_file
-from autofit.tuning.storage import CALLS, Database, cause_of, check_is_of, check_there, database_of, keep_storage
+from autofit.tuning.storage import (
+    CALLS,
+    Database,
+    cause_of,
+    check_is_of,
+    check_there,
+    database_of,
+    keep_storage,
+    no_study,
+)
 
 
 class SoleWriter(_CachedStorage):
@@ -391,14 +399,10 @@ def to_trial(frozen: FrozenTrial) -> Trial:
     attrs = frozen.user_attrs
     result = attrs.get("result")
     return Trial(
-        number=frozen.number,
-        tier=cast(Tier, attrs.get("tier", "neutral")),
-        changes=attrs.get("changes", {}),
-        params=frozen.params,
-        yaml_changes=attrs.get("yaml_changes", {}),
-        needs=tuple(attrs.get("needs", ())),
+        number=frozen.number, tier=cast(Tier, attrs.get("tier", "neutral")), changes=attrs.get("changes", {}),
+        params=frozen.params, yaml_changes=attrs.get("yaml_changes", {}), needs=tuple(attrs.get("needs", ())),
         result=None if result is None or not frozen.state.is_finished() else ProbeResult.from_json(result),
-    )
+    )  # fmt: skip
 
 
 def trials_of(study: optuna.Study) -> list[Trial]:

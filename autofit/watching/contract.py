@@ -165,11 +165,9 @@ def verdict(rows: Sequence[Row], rescues: Sequence[str] = ()) -> str:
         "; ".join(row.text for row in rows if row.kept is wanted) for wanted in (False, True, None)
     )
     said = [
-        (f"the promise is broken: {broken}", broken),
-        (f"{'kept' if broken else 'the promise is kept'}: {kept}", kept),
-        (f"not compared: {unknown}", unknown),
-        (f"rescued from {len(rescues)} OOM(s): {'; '.join(rescues)}", rescues),
-    ]
+        (f"the promise is broken: {broken}", broken), (f"{'kept' if broken else 'the promise is kept'}: {kept}", kept),
+        (f"not compared: {unknown}", unknown), (f"rescued from {len(rescues)} OOM(s): {'; '.join(rescues)}", rescues),
+    ]  # fmt: skip
     return ". ".join(text for text, there in said if there)
 
 

@@ -103,8 +103,8 @@ class ArrivalQueue:
     _moved: threading.Condition = field(default_factory=threading.Condition)
 
     @contextmanager
-    def turn(self, address: str, *, waits: Callable[[int], None], every_s: float = 1.0) -> Iterator[None]:
-        """Context of a turn. `waits` is called with the number of those ahead, at each move and every `every_s`.
+    def turn(self, address: str, *, waits: Callable[[int], None]) -> Iterator[None]:
+        """Context of a turn. `waits` is called with the number of those ahead, at each move and every second.
 
         Whatever `waits` raises gives up the place. Raises Full where there is none.
         """
@@ -119,7 +119,7 @@ class ArrivalQueue:
             while (ahead := self._ahead(ticket)) >= 0:
                 waits(ahead + 1)
                 with self._moved:
-                    self._moved.wait_for(lambda: self._ahead(ticket) != ahead, every_s)
+                    self._moved.wait_for(lambda: self._ahead(ticket) != ahead, 1.0)
             yield
         finally:
             with self._moved:

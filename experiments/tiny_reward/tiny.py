@@ -25,9 +25,9 @@ from autofit.demo.smollm2 import (
     locked_cache,
     recipe_text,
     run_module,
-    write_atomically,
     write_splits,
 )
+from autofit.files import write_atomically
 
 if TYPE_CHECKING:
     import torch

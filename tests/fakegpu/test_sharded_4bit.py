@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from autofit.fakegpu import fake_gpu
 from autofit.fakegpu.rates.collectives import fake_ranks
 
+from .quantised import quantize_model
 from .tiny_trainers import config
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -31,8 +32,6 @@ SCALES = LINEAR // 64 + 7 * (3 * 512 + 1024)  # of a layer, in 8 bit; of each ma
 
 def in_4_bit() -> Any:
     """A model with 4-bit weights, stored as bfloat16 so that FSDP can shard them, and LoRA."""
-    from autofit.fakegpu.patches.low_bit import quantize_model
-
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,

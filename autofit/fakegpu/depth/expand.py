@@ -249,12 +249,9 @@ def _continues(runs: list[tuple[int, int, int]], layer: int, period: int) -> boo
 
 
 def _close(
-    runs: list[tuple[int, int, int]],
-    key: tuple[int, int] | None,
-    stacks: Sequence[Stack],
-    sweeps: list[Sweep],
+    runs: list[tuple[int, int, int]], key: tuple[int, int] | None, stacks: Sequence[Stack], sweeps: list[Sweep],
     taken: npt.NDArray[np.bool_],
-) -> None:
+) -> None:  # fmt: skip
     if key is None:
         return
     stack = stacks[key[1]]

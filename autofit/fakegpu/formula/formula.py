@@ -20,16 +20,7 @@ import numpy.typing as npt
 
 from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.formula.polynomials import (
-    Affine,
-    Basis,
-    Exponents,
-    Kind,
-    Polynomial,
-    Steps,
-    Symbols,
-    with_steps,
-)
+from autofit.fakegpu.formula.polynomials import Affine, Basis, Exponents, Kind, Polynomial, Steps, Symbols, with_steps
 from autofit.fakegpu.formula.seconds import KernelRows, TabledRows
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import GpuSpec, HostCosts

@@ -97,14 +97,9 @@ class Symbols:
             self.factors[kind] = tuple(tuple(() for _ in shape) for shape in kind.shapes)
 
     def vary(
-        self,
-        name: str,
-        value: float,
-        base: Mapping[Kind, float],
-        varied: Mapping[Kind, float],
-        *,
+        self, name: str, value: float, base: Mapping[Kind, float], varied: Mapping[Kind, float], *,
         instead_of: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Learn the dependence on variable `name` from a trace at `value` (kinds in order, with counts).
 
         With `instead_of`, that other variable was varied together with `name`, and a changed dimension is attributed to

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import MAIN, Moment
-from autofit.fakegpu.specs import FakeGpuError
+from autofit.fakegpu.memory import SimulatedMemory
+from autofit.fakegpu.specs import FakeGpuError, GpuSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class FakeStream:
         return False
 
 
-def instead_of(kind: type, fake: Callable[..., object]) -> Callable[..., object]:
+def _instead_of(kind: type, fake: Callable[..., object]) -> Callable[..., object]:
     """`kind.__new__` that makes a fake, which `isinstance` takes for a `kind`."""
 
     def new(cls: type, *args: object, **kwargs: object) -> object:
@@ -137,104 +138,96 @@ def instead_of(kind: type, fake: Callable[..., object]) -> Callable[..., object]
     return new
 
 
-@dataclass
-class CudaApi:
+def _properties(spec: GpuSpec) -> DeviceProperties:
+    major, minor = spec.compute_capability
+    return DeviceProperties(
+        name=spec.full_name, major=major, minor=minor, total_memory=spec.capacity_bytes,
+        multi_processor_count=spec.sm_count,
+    )  # fmt: skip
+
+
+def _memory_stats(memory: SimulatedMemory) -> dict[str, object]:
+    """torch's nested statistics, limited to the entries that its public functions and its summary read."""
+    allocator = memory.allocator
+    inactive = allocator.reserved_bytes - allocator.allocated_bytes
+    zero = _stat(0, 0)
+    return {
+        "allocated_bytes": _stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
+        "requested_bytes": _stat(allocator.requested_bytes, allocator.peak_requested_bytes),
+        "reserved_bytes": _stat(allocator.reserved_bytes, allocator.peak_reserved_bytes),
+        "active_bytes": _stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
+        "inactive_split_bytes": _stat(inactive, inactive),
+        "segment": _stat(allocator.segment_count, allocator.segment_count), "num_alloc_retries": allocator.retry_count,
+        "num_ooms": allocator.oom_count, **dict.fromkeys(("allocation", "active", "inactive_split"), zero),
+        **dict.fromkeys(("oversize_allocations", "oversize_segments"), zero["all"]),
+    }  # fmt: skip
+
+
+def answers(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
     """The functions of `torch.cuda` and `torch.accelerator` for one simulated card."""
+    import torch.cuda.amp
+    import torch.cuda.memory
+    import torch.cuda.random
 
-    gpu: FakeGpu
-    _random_state: torch.Tensor = field(default_factory=lambda: torch.zeros(16, dtype=torch.uint8))
-    _memory_fraction: float = 1.0
+    spec, memory, clock, fraction = gpu.spec, gpu.memory, gpu.clock, 1.0
+    ampere, random_state = spec.compute_capability >= (8, 0), torch.zeros(16, dtype=torch.uint8)
 
-    def properties(self, device: object = None) -> DeviceProperties:
-        spec = self.gpu.spec
-        major, minor = spec.compute_capability
-        return DeviceProperties(
-            name=spec.full_name,
-            major=major,
-            minor=minor,
-            total_memory=spec.capacity_bytes,
-            multi_processor_count=spec.sm_count,
-        )
+    def set_fraction(value: float, device: object = None) -> None:
+        nonlocal fraction
+        fraction = value
+        memory.allocator.capacity_bytes = min(int(value * spec.capacity_bytes), gpu.allocatable_bytes)
 
-    def capability(self, device: object = None) -> tuple[int, int]:
-        return self.gpu.spec.compute_capability
-
-    def name(self, device: object = None) -> str:
-        return self.gpu.spec.full_name
-
-    def bf16_supported(self, including_emulation: bool = True) -> bool:
-        return including_emulation or self.gpu.spec.compute_capability >= (8, 0)
-
-    def tf32_supported(self) -> bool:
-        return self.gpu.spec.compute_capability >= (8, 0)
-
-    def device_handle(self, device: object = None) -> int:
-        return 0
-
-    def synchronize(self, device: object = None) -> None:
-        self.gpu.clock.synchronize()
-
-    def empty_cache(self) -> None:
-        self.gpu.memory.empty_cache()
-
-    def mem_get_info(self, device: object = None) -> tuple[int, int]:
-        return self.gpu.memory.free_bytes, self.gpu.spec.capacity_bytes
-
-    def memory_stats(self, device: object = None) -> dict[str, object]:
-        """torch's nested statistics, limited to the entries that its public functions and its summary read."""
-        allocator = self.gpu.memory.allocator
-        inactive = allocator.reserved_bytes - allocator.allocated_bytes
-        zero = _stat(0, 0)
-        nested: dict[str, object] = {
-            "allocated_bytes": _stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            "requested_bytes": _stat(allocator.requested_bytes, allocator.peak_requested_bytes),
-            "reserved_bytes": _stat(allocator.reserved_bytes, allocator.peak_reserved_bytes),
-            "active_bytes": _stat(allocator.allocated_bytes, allocator.peak_allocated_bytes),
-            "inactive_split_bytes": _stat(inactive, inactive),
-            "segment": _stat(allocator.segment_count, allocator.segment_count),
-            "num_alloc_retries": allocator.retry_count,
-            "num_ooms": allocator.oom_count,
-        }
-        for name in ("allocation", "active", "inactive_split"):
-            nested[name] = zero
-        for name in ("oversize_allocations", "oversize_segments"):
-            nested[name] = zero["all"]
-        return nested
-
-    def reset_peaks(self, device: object = None) -> None:
-        self.gpu.reset_peaks()
-
-    def reset_accumulated(self, device: object = None) -> None: ...
-
-    def set_memory_fraction(self, fraction: float, device: object = None) -> None:
-        spec = self.gpu.spec
-        self._memory_fraction = fraction
-        self.gpu.memory.allocator.capacity_bytes = min(int(fraction * spec.capacity_bytes), self.gpu.allocatable_bytes)
-
-    def get_memory_fraction(self, device: object = None) -> float:
-        return self._memory_fraction
-
-    def current_stream(self, device: object = None) -> FakeStream:
-        return FakeStream(stream_id=self.gpu.memory.stream)
-
-    def default_stream(self, device: object = None) -> FakeStream:
-        return FakeStream(stream_id=0)
-
-    def set_stream(self, stream: object) -> None:
+    def set_stream(stream: object) -> None:
         if isinstance(stream, FakeStream):
-            self.gpu.memory.stream = stream.stream_id
+            memory.stream = stream.stream_id
 
-    def get_rng_state(self, device: object = "cuda") -> torch.Tensor:
-        return self._random_state
-
-    def get_rng_states(self) -> list[torch.Tensor]:
-        return [self._random_state]
-
-    def current_accelerator(self, check_available: bool = False) -> torch.device:
-        return torch.device("cuda")
-
-    def clear_workspaces(self) -> None:
-        self.gpu.tracer.clear_workspaces()
+    reason = "torch.cuda answers for the simulated card"
+    shared: dict[str, object] = {
+        "is_available": always(True), "device_count": always(1), "synchronize": lambda device=None: clock.synchronize(),
+        "current_stream": lambda device=None: FakeStream(stream_id=memory.stream), "set_stream": set_stream,
+    }  # fmt: skip
+    of_cuda: dict[str, object] = {
+        "current_device": always(0), "is_initialized": always(True), "_lazy_init": nothing, "init": nothing,
+        "_lazy_call": nothing, "get_device_capability": always(spec.compute_capability), "set_device": nothing,
+        "get_device_properties": always(_properties(spec)), "get_device_name": always(spec.full_name),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or ampere,
+        "is_tf32_supported": always(ampere), "ipc_collect": nothing,
+        "default_stream": lambda device=None: FakeStream(stream_id=0),
+        "can_device_access_peer": always(False), "get_arch_list": always([]), "utilization": always(100),
+        "_exchange_device": always(0), "_maybe_exchange_device": always(0), "_check_capability": nothing,
+        "default_generators": (torch.default_generator,), "is_current_stream_capturing": always(False),
+    }  # fmt: skip
+    of_allocator: dict[str, object] = {
+        "empty_cache": memory.empty_cache, "reset_peak_memory_stats": lambda device=None: gpu.reset_peaks(),
+        "reset_accumulated_memory_stats": nothing,
+    }  # fmt: skip
+    free: Callable[..., object] = lambda device=None: (memory.free_bytes, spec.capacity_bytes)  # noqa: E731
+    of_memory: dict[str, object] = {
+        "memory_stats_as_nested_dict": lambda device=None: _memory_stats(memory), **of_allocator, "mem_get_info": free,
+        "set_per_process_memory_fraction": set_fraction, "get_allocator_backend": always("native"),
+        "get_per_process_memory_fraction": lambda device=None: fraction,
+    }  # fmt: skip
+    seeds: dict[str, object] = {
+        "manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing,
+        "initial_seed": always(0), "get_rng_state": always(random_state), "set_rng_state": nothing,
+        "get_rng_state_all": always([random_state]), "set_rng_state_all": nothing,
+    }  # fmt: skip
+    for module, functions in ((torch.cuda.memory, of_memory), (torch.cuda.random, seeds)):
+        yield from ((module, name, value, reason) for name, value in functions.items())
+    for name, value in {**shared, **of_cuda, **of_memory, **seeds}.items():
+        yield torch.cuda, name, value, reason
+    for kind, fake in ((torch.cuda.Event, FakeEvent), (torch.cuda.Stream, FakeStream)):
+        yield kind, "__new__", _instead_of(kind, fake), reason
+    yield torch._C, "_cuda_clearCublasWorkspaces", gpu.tracer.clear_workspaces, reason
+    cuda, totals = torch.cuda, ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    of_accelerator: dict[str, object] = {
+        **shared, **of_allocator, "current_accelerator": always(torch.device("cuda")), "get_memory_info": free,
+        **dict.fromkeys(("current_device_index", "current_device_idx"), always(0)),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), nothing),
+        **{name: lambda *_, name=name: getattr(cuda, name)() for name in (*totals, "memory_stats")},
+    }  # fmt: skip
+    for name, value in of_accelerator.items():
+        yield torch.accelerator, name, value, "torch.accelerator is the simulated card"
 
 
 class FakeCudaGraph:
@@ -264,11 +257,6 @@ class FakeCudaGraph:
     def reset(self) -> None: ...
 
 
-def scatter_to_one(tensor: torch.Tensor, *args: object) -> tuple[torch.Tensor, ...]:
-    """torch._C._scatter for `nn.DataParallel` on a single card."""
-    return (tensor.to("cuda"),)
-
-
 def one_card(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
     """Patches of less common CUDA functions that a CPU build lacks: graphs, snapshots, markers, DataParallel."""
     import torch.cuda.graphs
@@ -291,10 +279,10 @@ def one_card(gpu: FakeGpu) -> Iterator[tuple[object, str, object, str]]:
         yield torch.cuda.nvtx, name, always(0), reason
     for module in (torch.cuda, torch.cuda.graphs):
         yield module, "graph_pool_handle", always((0, 0)), reason
-    yield torch.cuda.CUDAGraph, "__new__", instead_of(torch.cuda.CUDAGraph, FakeCudaGraph), reason
+    yield torch.cuda.CUDAGraph, "__new__", _instead_of(torch.cuda.CUDAGraph, FakeCudaGraph), reason
     yield torch.cuda.graph, "default_capture_stream", None, reason
     yield torch._C, "_host_emptyCache", nothing, reason
-    yield torch._C, "_scatter", scatter_to_one, reason
+    yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),), reason  # of nn.DataParallel
 
 
 def nothing(*args: object, **kwargs: object) -> None:
@@ -304,10 +292,7 @@ def nothing(*args: object, **kwargs: object) -> None:
 def always(value: object) -> Callable[..., object]:
     """A function that accepts any arguments and returns `value`."""
 
-    def answer(*args: object, **kwargs: object) -> object:
-        return value
-
-    return answer
+    return lambda *args, **kwargs: value
 
 
 _STACK: list[FakeGpu] = []

@@ -178,12 +178,9 @@ class CudaToCpu(TorchFunctionMode):
     """Rewrites device arguments of torch functions and methods; `.cuda()` returns the tensor itself."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
+        self, func: Callable[..., object], types: Sequence[type], args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    ) -> object:  # fmt: skip
         if func is torch.Tensor.cuda:
             return args[0]
         changed = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}

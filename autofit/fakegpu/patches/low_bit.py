@@ -1,7 +1,4 @@
-"""Values of 4 and 8 bits: bitsandbytes' weights and paged states, and torchao's optimizers.
-
-`quantize_model` replaces `from_pretrained(..., quantization_config=...)` when there are no weights to load.
-"""
+"""Values of 4 and 8 bits: bitsandbytes' weights and paged states, and torchao's optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch._C import DispatchKey
@@ -25,16 +22,8 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.redirect import Target, untouched
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.utils.quantization_config import BitsAndBytesConfig
-
-
-# bitsandbytes on the simulated card: its Python code runs unchanged, its kernels are its CUDA backend's.
-#
-# `quantize_model` replaces `from_pretrained(..., quantization_config=...)` when there are no weights to load.
-
-# bitsandbytes' operators as its CUDA backend runs them: the same allocations and kernels, in the same order.
+# bitsandbytes on the simulated card: its Python code runs unchanged, its operators as its CUDA backend runs them, with
+# the same allocations and kernels in the same order.
 #
 # Follows bitsandbytes 0.50, `backends/cuda/ops.py` and, where CUDA has no implementation of its own,
 # `backends/default/ops.py`, which is called itself.
@@ -255,49 +244,6 @@ def _also_fake(parameter_class: type[torch.Tensor]) -> type[torch.Tensor]:
         "__torch_function__": torch._C._disabled_torch_function_impl,
     }
     return cast("type[torch.Tensor]", type(parameter_class.__name__, (FakeTensor, parameter_class), body))
-
-
-def quantize_model(model: PreTrainedModel, quantization_config: BitsAndBytesConfig) -> PreTrainedModel:
-    """Move the model to the card with its linear layers quantised one by one, as if loaded with that config."""
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    originals = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
-    skipped = quantizer.get_modules_to_not_convert(model, quantization_config.llm_int8_skip_modules)
-    replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=quantization_config)
-    replaced = [name for name in originals if type(model.get_submodule(name)) is not torch.nn.Linear]
-    if not replaced:
-        raise FakeGpuError(_NOTHING_TO_QUANTISE)
-    for name in replaced:
-        _fill(model.get_submodule(name), originals.pop(name))
-    originals.clear()
-    model.to("cuda")
-    four = bool(quantization_config.load_in_4bit)
-    model.config.quantization_config = quantization_config
-    for flag, value in {
-        "hf_quantizer": quantizer, "is_loaded_in_4bit": four, "is_loaded_in_8bit": not four, "is_quantized": True,
-        "quantization_method": quantization_config.quant_method,
-    }.items():  # fmt: skip
-        setattr(model, flag, value)
-    return model
-
-
-def _fill(layer: torch.nn.Module, original: torch.nn.Linear) -> None:
-    """Give a bitsandbytes layer, made on meta, the values of the replaced layer; moving it to the card quantises it."""
-    old = layer._parameters["weight"]
-    kept = {key: value for key, value in vars(old).items() if key in _PARAMETER_OPTIONS}
-    weight = cast("torch.nn.Parameter", type(old)(original.weight.data, requires_grad=False, **kept))  # type: ignore[misc]
-    if hasattr(weight, "quant_type"):
-        weight.module = layer  # type: ignore[attr-defined]
-    layer._parameters["weight"] = weight
-    if original.bias is not None:
-        layer._parameters["bias"] = torch.nn.Parameter(original.bias.data, requires_grad=False)
-
-
-_PARAMETER_OPTIONS = {
-    "blocksize", "compress_statistics", "quant_type", "quant_storage", "has_fp16_weights",
-}  # fmt: skip
 
 
 # `optim: adamw_torch_8bit` and `adamw_torch_4bit`: torchao's optimizers, by the bytes of their states.

@@ -305,12 +305,9 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        gpu: FakeGpu,
-        shape: _Shape,
-        x: torch.Tensor,
+        ctx: torch.autograd.function.FunctionCtx, gpu: FakeGpu, shape: _Shape, x: torch.Tensor,
         *states_and_weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         states = states_and_weights[: 2 if shape.kind == "lstm" else 1]
         weights = states_and_weights[len(states) :]
         sequence = x.transpose(0, 1).contiguous() if shape.batch_first else x.contiguous()
@@ -365,16 +362,10 @@ def _layer(gpu: FakeGpu, kind: str, original: Callable[..., object], x: torch.Te
         x, states = x.to(dtype), tuple(s.to(dtype) for s in states)
         given = [w.to(dtype) for w in given]
     shape = _Shape(
-        kind=kind,
-        rows=x.numel() // x.shape[-1],
-        layers=cast("int", layers),
-        directions=2 if bidirectional else 1,
-        hidden=states[-1].shape[-1],
-        out=states[0].shape[-1],
-        dropout=cast("float", dropout),
-        training=bool(training),
+        kind=kind, rows=x.numel() // x.shape[-1], layers=cast("int", layers), directions=2 if bidirectional else 1,
+        hidden=states[-1].shape[-1], out=states[0].shape[-1], dropout=cast("float", dropout), training=bool(training),
         batch_first=bool(first and first[0]),
-    )
+    )  # fmt: skip
     gpu.note(_RESERVE_NOTE)
     return _CudnnRnn.apply(gpu, shape, x, *states, *given)  # type: ignore[no-untyped-call]
 

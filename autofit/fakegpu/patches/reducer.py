@@ -38,20 +38,11 @@ class BucketReducer:
     mark: Callable[[torch.Tensor, str], None]
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        bucket_indices: Sequence[Sequence[int]],
-        bucket_size_limits: Sequence[int],
-        process_group: ProcessGroup,
-        expect_sparse_gradients: Sequence[bool],
-        bucket_bytes_cap: int,
-        find_unused_parameters: bool,
-        gradient_as_bucket_view: bool = False,
-        names: object = None,
-        first_bucket_bytes_cap: int = 1 << 20,
-        *rest: object,
-        **options: object,
-    ) -> None:
+        self, parameters: Sequence[torch.nn.Parameter], bucket_indices: Sequence[Sequence[int]],
+        bucket_size_limits: Sequence[int], process_group: ProcessGroup, expect_sparse_gradients: Sequence[bool],
+        bucket_bytes_cap: int, find_unused_parameters: bool, gradient_as_bucket_view: bool = False,
+        names: object = None, first_bucket_bytes_cap: int = 1 << 20, *rest: object, **options: object,
+    ) -> None:  # fmt: skip
         self._parameters = parameters
         self._group = process_group
         self._limits = [first_bucket_bytes_cap, bucket_bytes_cap]

@@ -38,7 +38,7 @@ from autofit.fakegpu.patches import (
     walks,
     windows,
 )
-from autofit.fakegpu.patches.cuda_api import CudaApi, always, nothing
+from autofit.fakegpu.patches.cuda_api import always, nothing
 from autofit.fakegpu.patches.libraries import (
     accelerator,
     cuda_accelerator,
@@ -73,7 +73,7 @@ class Registry:
         self._finder = _LateImports(self)
 
     def apply(self) -> None:
-        for patch in (*_torch_cuda(CudaApi(self.gpu)), *_torch_core(self.gpu)):
+        for patch in _torch_core(self.gpu):
             self.put(patch)
         if self.gpu.mode == "cuda":
             attention.attention_of_a_card(self.gpu, self.undo)
@@ -140,81 +140,18 @@ def _version(package: ModuleType) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", getattr(package, "__version__", ""))[:2])
 
 
-def _torch_cuda(api: CudaApi) -> Iterable[Patch]:
-    import torch.cuda.amp
-    import torch.cuda.memory
-    import torch.cuda.random
-
-    reason = "torch.cuda answers for the simulated card"
-    answers: dict[str, object] = {
-        "is_available": always(True), "device_count": always(1),
-        "current_device": api.device_handle, "is_initialized": always(True), "_lazy_init": nothing, "init": nothing,
-        "_lazy_call": nothing, "get_device_capability": api.capability, "get_device_properties": api.properties,
-        "get_device_name": api.name, "is_bf16_supported": api.bf16_supported, "is_tf32_supported": api.tf32_supported,
-        "set_device": nothing, "synchronize": api.synchronize, "ipc_collect": nothing,
-        "current_stream": api.current_stream, "default_stream": api.default_stream, "set_stream": api.set_stream,
-        "can_device_access_peer": always(False), "get_arch_list": always([]), "utilization": always(100),
-        "_exchange_device": api.device_handle, "_maybe_exchange_device": api.device_handle,
-        "_check_capability": nothing,
-        "default_generators": (torch.default_generator,), "is_current_stream_capturing": always(False),
-    }  # fmt: skip
-    for name, value in answers.items():
-        yield Patch(torch.cuda, name, value, reason)
-    memory: dict[str, object] = {
-        "memory_stats_as_nested_dict": api.memory_stats, "empty_cache": api.empty_cache,
-        "mem_get_info": api.mem_get_info,
-        "reset_peak_memory_stats": api.reset_peaks, "reset_accumulated_memory_stats": api.reset_accumulated,
-        "set_per_process_memory_fraction": api.set_memory_fraction, "get_allocator_backend": always("native"),
-        "get_per_process_memory_fraction": api.get_memory_fraction,
-    }  # fmt: skip
-    seeds: dict[str, object] = {
-        "manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing,
-        "initial_seed": always(0), "get_rng_state": api.get_rng_state, "set_rng_state": nothing,
-        "get_rng_state_all": api.get_rng_states, "set_rng_state_all": nothing,
-    }  # fmt: skip
-    for module, functions in ((torch.cuda.memory, memory), (torch.cuda.random, seeds)):
-        for name, value in functions.items():
-            yield Patch(module, name, value, reason)
-            yield Patch(torch.cuda, name, value, reason)
-    for kind, fake in ((torch.cuda.Event, cuda_api.FakeEvent), (torch.cuda.Stream, cuda_api.FakeStream)):
-        yield Patch(kind, "__new__", cuda_api.instead_of(kind, fake), reason)
-    yield Patch(torch._C, "_cuda_clearCublasWorkspaces", api.clear_workspaces, reason)
-    yield from _torch_accelerator(api)
-
-
-def _torch_accelerator(api: CudaApi) -> Iterable[Patch]:
-    functions: dict[str, object] = {
-        "is_available": always(True), "current_accelerator": api.current_accelerator, "device_count": always(1),
-        "current_device_index": api.device_handle, "current_device_idx": api.device_handle,
-        "synchronize": api.synchronize,
-        "set_device_index": nothing, "set_device_idx": nothing, "current_stream": api.current_stream,
-        "set_stream": api.set_stream, "empty_cache": api.empty_cache, "get_memory_info": api.mem_get_info,
-        "reset_peak_memory_stats": api.reset_peaks, "reset_accumulated_memory_stats": api.reset_accumulated,
-        "memory_allocated": lambda *_: torch.cuda.memory_allocated(),
-        "max_memory_allocated": lambda *_: torch.cuda.max_memory_allocated(),
-        "memory_reserved": lambda *_: torch.cuda.memory_reserved(),
-        "max_memory_reserved": lambda *_: torch.cuda.max_memory_reserved(),
-        "memory_stats": lambda *_: torch.cuda.memory_stats(),
-    }  # fmt: skip
-    for name, value in functions.items():
-        yield Patch(torch.accelerator, name, value, "torch.accelerator is the simulated card")
-
-
 def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
     import torch._subclasses.fake_tensor as fake_tensor_module
     import torch.utils.data.dataloader as dataloader
 
+    yield from (Patch(*target) for target in cuda_api.answers(gpu))
     memory, shadows = gpu.memory, gpu.tracer.shadows
     tensor, parameter_list = torch.Tensor, "fakes have no numbers of their own"
     yield Patch(fake_tensor_module, "init_gpu_context", nothing, "it would allocate on a card that is not there")
     lifts = property(lambda mode: True)
     yield Patch(FakeTensorMode, "avoid_device_init", lifts, "torch.tensor(..., device='cuda') lifts from the CPU")
-    yield Patch(
-        torch.nn.Module,
-        "_apply",
-        tensors.apply_to_module(memory, shadows),
-        "torch swaps fake parameters, which weakrefs forbid",
-    )
+    applied = tensors.apply_to_module(memory, shadows)
+    yield Patch(torch.nn.Module, "_apply", applied, "torch swaps fake parameters, which weakrefs forbid")
     data = cast("property", torch._C.TensorBase.data)
     yield Patch(tensor, "data", tensors.set_data(shadows, data), "assigning .data must move a fake's device")
     to_list = partial(tensors.to_list, gpu.tracer, untouched(tensor.tolist))

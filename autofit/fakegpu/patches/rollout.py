@@ -198,11 +198,9 @@ def transformers_generation(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[
     dropped = getattr(module, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
     yield mixin, "_sample", _sample(gpu, running, untouched(mixin._sample), dropped), reason
     yield (
-        mixin,
-        "_beam_search",
-        partial(_beam_search, running, untouched(mixin._beam_search)),
+        mixin, "_beam_search", partial(_beam_search, running, untouched(mixin._beam_search)),
         "its end depends on unknown scores",
-    )
+    )  # fmt: skip
     unfinished = partial(_has_unfinished, running, untouched(mixin._has_unfinished_sequences))
     yield mixin, "_has_unfinished_sequences", unfinished, reason
 

@@ -91,14 +91,10 @@ def trl_order(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, o
     def shuffle_sequence_dict(samples: object) -> object:
         if not gpu.plays_micro_batches:
             return original(samples)
-        with mock.patch.object(torch, "randperm", _second):
+        with mock.patch.object(torch, "randperm", lambda n: torch.tensor([*range(n)[:2][::-1], *range(2, n)])):
             return original(samples)
 
     yield module, "shuffle_sequence_dict", shuffle_sequence_dict, "micro-batches of samples in one order are alike"
-
-
-def _second(count: int) -> torch.Tensor:
-    return torch.tensor([*range(count)[:2][::-1], *range(2, count)])
 
 
 _LIBRARIES = ("trl.", "transformers.")  # whose trainers are known

@@ -76,12 +76,9 @@ def truncated_normal(original: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _converted(
-    parameter: torch.nn.Parameter,
-    fn: Convert,
-    memory: SimulatedMemory,
-    shadows: Shadows,
+    parameter: torch.nn.Parameter, fn: Convert, memory: SimulatedMemory, shadows: Shadows,
     replaced: dict[int, tuple[torch.Tensor, torch.nn.Parameter]],
-) -> torch.nn.Parameter:
+) -> torch.nn.Parameter:  # fmt: skip
     done = replaced.get(id(parameter))
     if done is not None and done[0] is parameter:
         return done[1]

@@ -301,17 +301,10 @@ def _whole_numel(parameter: torch.nn.Parameter) -> int:
 
 
 def _law(
-    gpu: FakeGpu,
-    model: torch.nn.Module,
-    *,
-    gpu_memory_utilization: float,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    tensor_parallel_size: int = 1,
-    batched_tokens: int = 4096,
-    enable_sleep_mode: bool = False,
-    remote: bool = False,
-) -> VllmEngine:
+    gpu: FakeGpu, model: torch.nn.Module, *, gpu_memory_utilization: float, max_model_len: int | None = None,
+    max_num_seqs: int | None = None, tensor_parallel_size: int = 1, batched_tokens: int = 4096,
+    enable_sleep_mode: bool = False, remote: bool = False,
+) -> VllmEngine:  # fmt: skip
     """The engine that vLLM would build of `model`: its weights in half precision, without adapters."""
     config = full_config(_text_config(model))
     nbytes = weights_bytes(model)
@@ -340,15 +333,10 @@ def trl_vllm(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
             models.pop()
 
     def engine(
-        model: str,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int = 8192,
-        enable_sleep_mode: bool = False,
-        **rest: object,
-    ) -> FakeEngine:
+        model: str, tensor_parallel_size: int = 1, gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None, max_num_seqs: int | None = None, max_num_batched_tokens: int = 8192,
+        enable_sleep_mode: bool = False, **rest: object,
+    ) -> FakeEngine:  # fmt: skip
         law = _law(
             gpu, models[-1], gpu_memory_utilization=gpu_memory_utilization, max_model_len=max_model_len,
             max_num_seqs=max_num_seqs, tensor_parallel_size=tensor_parallel_size,

@@ -459,10 +459,7 @@ class KernelSeconds:
             told = self.rates.gemms.seconds(machine, of[1], of[2], of[3], of[0])
         else:
             told = self.rates.attention.seconds(
-                machine,
-                *of,
-                causal=causal,
-                backward=name.endswith("_backward"),
+                machine, *of, causal=causal, backward=name.endswith("_backward"),
                 of_torch=next((kind for part, kind in _OF_TORCH.items() if part in name), None),
-            )
+            )  # fmt: skip
         return told * self.costs.gpu_slowdown
