@@ -166,10 +166,13 @@ def show_rest(options: argparse.Namespace, result: "SearchResult") -> None:
     if result.interrupted:
         show_line("Interrupted: the same `autofit search` command goes on with this search.")
     if result.winner is not None:
+        from autofit.recipe.profile import profile
+
         where = dir_option(options.dir)
         written = "" if result.trains_on_data and _trains_here(result.device or "cpu") else " --write-only"
-        # verl trains by its own command alone, and no gradient of it is compared here
-        first = "export best --to verl" if result.trainer == "verl" else f"promote best{written}"
+        first = f"promote best{written}"
+        if result.trainer and profile(result.trainer).own_launch:  # its own command trains, and no gradient is compared
+            first = f"export best --to {result.trainer}"
         show_line(f"Next: autofit {first}{where}   then: autofit ui{where}")
     sys.stdout.flush()
 
