@@ -43,7 +43,7 @@ from autofit.probing.prepare import _said_in_file, prepare, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.keys import LAUNCH
 from autofit.recipe.launch import Launch, Sharding
-from autofit.recipe.recipe import Recipe, spread, with_launch
+from autofit.recipe.recipe import Recipe, sizes_of_ranks, spread, with_launch
 from autofit.recipe.yaml_file import Source
 from autofit.space.knob import load_space
 from autofit.space.space import Space
@@ -134,7 +134,7 @@ def test_other_gpus_than_the_files_are_told_in_its_keys_and_refused_where_verl_w
 
     def on(ranks: int, machines: int = 1) -> tuple[str, ...]:
         launch = Launch(ranks=ranks, machines=machines)
-        return _said_in_file(with_launch(recipe, launch), recipe.launch).notes
+        return _said_in_file(with_launch(recipe, launch), recipe).notes
 
     assert on(8) == recipe.notes
     assert on(16, 2)[-1] == "the file says 8 GPUs; for 16 set trainer.n_gpus_per_node=8 trainer.nnodes=2"
@@ -262,6 +262,18 @@ def test_on_other_ranks_passes_without_gradients_divide_a_ranks_rollout() -> Non
     assert more.values["ref_log_prob_micro_batch_size_per_gpu"] == 10
     assert more.notes[-1].endswith("; log_prob_micro_batch_size_per_gpu 80, to divide a rank's samples")
     assert spread(recipe, 1).launch == replace(recipe.launch, ranks=1)  # verl's engine is FSDP's there too
+
+
+def test_on_fewer_ranks_the_rollouts_engine_has_as_many_as_divide_them() -> None:
+    """Told to fit on 4 cards with an engine of 8, with which verl ends when its workers start."""
+    made = verl_recipe.recipe({**QWEN, f"{ROLLOUT}.tensor_model_parallel_size": 8}).values
+    recipe = Recipe(
+        trainer="verl", values=made, resolved=made, keys=TRAINER.keys, launch=Launch(ranks=8, sharding="fsdp1")
+    )
+    assert [spread(recipe, n).values["tensor_model_parallel_size"] for n in (1, 2, 4, 8, 16)] == [1, 2, 4, 8, 8]
+    fewer = spread(recipe, 4)
+    assert fewer.notes[-1].endswith("; tensor_model_parallel_size 4, to divide the ranks")
+    assert sizes_of_ranks(fewer, recipe) == {"tensor_model_parallel_size": 4}
 
 
 def test_a_token_budget_is_of_each_rank_that_shares_a_sample() -> None:

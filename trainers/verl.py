@@ -438,6 +438,7 @@ class VerlTrainer(LoopTrainer):
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
         packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
+        engine_ranks="tensor_model_parallel_size",
         scored="log_prob_micro_batch_size_per_gpu", referred="ref_log_prob_micro_batch_size_per_gpu",
         referrers="ref_ulysses_sequence_parallel_size",
         unreduced="use_no_sync_for_gradient_accumulation",
