@@ -411,11 +411,10 @@ _UPDATED = (
 
 
 def read_by(settings: Settings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-    """The keys that each phase reads; none where the engine never sleeps, so that each phase holds its share."""
-    if not settings.free_cache_engine:
-        return {}
+    """The keys that each phase reads. Of an engine that never sleeps each phase holds its share, as between two."""
+    served = ("tensor_model_parallel_size",) if settings.free_cache_engine else _ENGINE
     found: dict[str, tuple[tuple[str, ...], ...]] = {
-        SYNC: (("param_offload",), ("tensor_model_parallel_size",)), ROLLOUT: (_ENGINE,),
+        SYNC: (("param_offload",), served), ROLLOUT: (_ENGINE,),
         LOG_PROBS: (_SCORED, ("param_offload",)), REFERENCE: (_REFERRED,), VALUES: (), CRITIC: (),
         LOADING: _OFFLOADS, UPDATE: (_UPDATED, *_OFFLOADS),
     }  # fmt: skip
