@@ -470,7 +470,9 @@ REFUSED = [
     ({f"{ROLLOUT}.disaggregation.enabled": True}, "on GPUs of its own"),
     ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
     ({f"{ROLLOUT}.multi_turn.enable": True}, "agent loops with tools"),
-    ({f"{ROLLOUT}.layered_summon": True}, "layered_summon needs"),
+    ({f"{ROLLOUT}.layered_summon": True, "actor_rollout_ref.model.lora_rank": 8}, "layered_summon needs"),
+    ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size must be 1; got 2"),
+    ({f"{ROLLOUT}.gpu_memory_utilization": 1.2}, "must be above 0 and at most 1; got 1.2"),
     ({**PPO, "critic.strategy": "megatron"}, "critic with megatron is not simulated"),
     ({**PPO, "critic.model.lora_rank": 8}, "a critic with LoRA"),
     ({**PPO, "critic.ppo_mini_batch_size": 100}, "= 500 must be a multiple of the critic's 8 data-parallel ranks"),
@@ -506,6 +508,13 @@ def test_what_is_not_simulated_or_not_taken_by_verl_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         verl_recipe.recipe({**QWEN, **changed})
+
+
+@pytest.mark.parametrize("key", ["pipeline_model_parallel_size", "gpu_memory_utilization", "layered_summon"])
+def test_what_the_engine_does_not_take_is_named_before_a_start(key: str) -> None:
+    """explain had no word of these; estimate told that an engine in two stages fits."""
+    changed, message = next((c, m) for c, m in REFUSED if f"{ROLLOUT}.{key}" in c)
+    assert re.search(message, " ".join(verl_rules.explain({**QWEN, **changed}).wrong))
 
 
 def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
