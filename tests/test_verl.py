@@ -701,6 +701,10 @@ def test_a_log_of_verl_is_read_from_the_console_and_from_jsonl_alike(tmp_path: P
     found = read_log(console)
     assert (found.steps, found.allocated_bytes, found.reserved_bytes) == (2, 2 << 30, 3 << 30)  # verl's gb are GiB
     assert found.seconds == {"gen": 20.0, "update_actor": 5.0, "step": 25.0}  # of the steps behind the first
+    console.write_text(
+        LOG.replace(" perf/", " actor/perf/").replace("actor/loss", "critic/perf/max_memory_allocated_gb")
+    )
+    assert read_log(console) == found  # as verl 0.9 names them; the critic's is another worker's
     console.write_text("step:1 - nothing:1\n")
     with pytest.raises(ConfigError, match="has no step with perf/max_memory_allocated_gb"):
         read_log(console)
