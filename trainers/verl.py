@@ -160,6 +160,11 @@ class VerlLoop(Loop):
         if self._engine is not None and self._settings.free_cache_engine:
             self._engine.sleep(level=2)
 
+    @property
+    def gathers_adapters(self) -> bool:
+        """Whether the whole model of FSDP1 is gathered to give the adapters to the engine."""
+        return self._engine is not None and self._sends_adapters and self.actor.version == 1
+
     def wake_up(self) -> None:
         """Let the engine have its weights."""
         if self._engine is not None and self._settings.free_cache_engine:
@@ -380,6 +385,7 @@ class VerlVisits:
     def take(self, values: Mapping[str, object]) -> None:
         """Go on with the recipe `values`."""
         self._loop.sleep()  # after a synchronisation the engine waits for prompts
+        self._loop.actor.shard_root()  # as after an update
         self._loop.take(self._settings(values))
 
     def visit(self, phase: str, report: Report) -> None:
@@ -392,6 +398,9 @@ class VerlVisits:
         elif (begun := loop.before_update().get(phase)) is not None:
             if phase == ROLLOUT:
                 loop.wake_up()
+            if phase == LOG_PROBS and loop.gathers_adapters:  # the pass after that takes longer under FSDP1
+                loop.before_update()[SYNC]()
+                loop.sleep()
             report.enter(phase)
             begun()
             if phase == LOADING:
