@@ -463,7 +463,7 @@ def test_what_of_the_batch_is_no_number_is_named(tmp_path: Path) -> None:
     assert said == "not known: trainer.nnodes must be a whole number; got 'TO_BE_FILLED'"
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, object], str]] = [
     ({f"{ACTOR}.calculate_sum_pi_squared": True, "trainer.use_v1": False}, "not simulated for verl's older trainer"),
     ({"model_engine": "megatron"}, "verl with megatron is not simulated"),
     ({f"{ROLLOUT}.name": "trtllm"}, "by TensorRT-LLM is not simulated"),

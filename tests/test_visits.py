@@ -77,7 +77,7 @@ def visited(space: Space, itinerary: Itinerary) -> dict[tuple[str, Candidate], V
     found = {}
     for row in itinerary.series:
         for phase, candidate in row:
-            phases = law(space.recipe.values | space.params(candidate))
+            phases = law({**space.recipe.values, **space.params(candidate)})
             names = (UPDATE, OPTIMIZER) if phase == UPDATE else (phase,)
             held = phases[SYNC][0] - GIB
             found[phase, candidate] = Visited(held_bytes=held, phases={name: phases[name] for name in names})
@@ -95,7 +95,7 @@ def test_a_candidate_has_the_most_bytes_of_its_phases_and_the_sum_of_their_secon
     assert found.sure
     assert len(found.candidates) > 10_000
     for place in range(0, len(found.candidates), 997):
-        phases = law(space.recipe.values | space.params(found.candidates[place]))
+        phases = law({**space.recipe.values, **space.params(found.candidates[place])})
         assert found.device_used_bytes[place] == GIB + max(nbytes for nbytes, _ in phases.values())
         assert found.floor_bytes[place] == found.device_used_bytes[place]
         seconds = {name: s * (1.0 if name in (UPDATE, OPTIMIZER) else 0.5) for name, (_, s) in phases.items()}
