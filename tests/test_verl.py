@@ -43,7 +43,7 @@ from autofit.probing.prepare import _said_in_file, prepare, worst_case_path
 from autofit.probing.result import PhasePeak, ProbeRequest, ProbeResult, ProbeStatus
 from autofit.recipe.keys import LAUNCH
 from autofit.recipe.launch import Launch, Sharding
-from autofit.recipe.recipe import Recipe, spread, with_launch
+from autofit.recipe.recipe import Recipe, sizes_of_ranks, spread, with_launch
 from autofit.recipe.yaml_file import Source
 from autofit.space.knob import load_space
 from autofit.space.space import Space
@@ -134,7 +134,7 @@ def test_other_gpus_than_the_files_are_told_in_its_keys_and_refused_where_verl_w
 
     def on(ranks: int, machines: int = 1) -> tuple[str, ...]:
         launch = Launch(ranks=ranks, machines=machines)
-        return _said_in_file(with_launch(recipe, launch), recipe.launch).notes
+        return _said_in_file(with_launch(recipe, launch), recipe).notes
 
     assert on(8) == recipe.notes
     assert on(16, 2)[-1] == "the file says 8 GPUs; for 16 set trainer.n_gpus_per_node=8 trainer.nnodes=2"
@@ -262,6 +262,18 @@ def test_on_other_ranks_passes_without_gradients_divide_a_ranks_rollout() -> Non
     assert more.values["ref_log_prob_micro_batch_size_per_gpu"] == 10
     assert more.notes[-1].endswith("; log_prob_micro_batch_size_per_gpu 80, to divide a rank's samples")
     assert spread(recipe, 1).launch == replace(recipe.launch, ranks=1)  # verl's engine is FSDP's there too
+
+
+def test_on_fewer_ranks_the_rollouts_engine_has_as_many_as_divide_them() -> None:
+    """Told to fit on 4 cards with an engine of 8, with which verl ends when its workers start."""
+    made = verl_recipe.recipe({**QWEN, f"{ROLLOUT}.tensor_model_parallel_size": 8}).values
+    recipe = Recipe(
+        trainer="verl", values=made, resolved=made, keys=TRAINER.keys, launch=Launch(ranks=8, sharding="fsdp1")
+    )
+    assert [spread(recipe, n).values["tensor_model_parallel_size"] for n in (1, 2, 4, 8, 16)] == [1, 2, 4, 8, 8]
+    fewer = spread(recipe, 4)
+    assert fewer.notes[-1].endswith("; tensor_model_parallel_size 4, to divide the ranks")
+    assert sizes_of_ranks(fewer, recipe) == {"tensor_model_parallel_size": 4}
 
 
 def test_a_token_budget_is_of_each_rank_that_shares_a_sample() -> None:
@@ -451,14 +463,16 @@ def test_what_of_the_batch_is_no_number_is_named(tmp_path: Path) -> None:
     assert said == "not known: trainer.nnodes must be a whole number; got 'TO_BE_FILLED'"
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, object], str]] = [
     ({f"{ACTOR}.calculate_sum_pi_squared": True, "trainer.use_v1": False}, "not simulated for verl's older trainer"),
     ({"model_engine": "megatron"}, "verl with megatron is not simulated"),
     ({f"{ROLLOUT}.name": "trtllm"}, "by TensorRT-LLM is not simulated"),
     ({f"{ROLLOUT}.disaggregation.enabled": True}, "on GPUs of its own"),
     ({"trainer.v1.trainer_mode": "separate_async"}, "on GPUs of its own"),
     ({f"{ROLLOUT}.multi_turn.enable": True}, "agent loops with tools"),
-    ({f"{ROLLOUT}.layered_summon": True}, "layered_summon needs"),
+    ({f"{ROLLOUT}.layered_summon": True, "actor_rollout_ref.model.lora_rank": 8}, "layered_summon needs"),
+    ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size must be 1; got 2"),
+    ({f"{ROLLOUT}.gpu_memory_utilization": 1.2}, "must be above 0 and at most 1; got 1.2"),
     ({**PPO, "critic.strategy": "megatron"}, "critic with megatron is not simulated"),
     ({**PPO, "critic.model.lora_rank": 8}, "a critic with LoRA"),
     ({**PPO, "critic.ppo_mini_batch_size": 100}, "= 500 must be a multiple of the critic's 8 data-parallel ranks"),
@@ -494,6 +508,13 @@ def test_what_is_not_simulated_or_not_taken_by_verl_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         verl_recipe.recipe({**QWEN, **changed})
+
+
+@pytest.mark.parametrize("key", ["pipeline_model_parallel_size", "gpu_memory_utilization", "layered_summon"])
+def test_what_the_engine_does_not_take_is_named_before_a_start(key: str) -> None:
+    """explain had no word of these; estimate told that an engine in two stages fits."""
+    changed, message = next((c, m) for c, m in REFUSED if f"{ROLLOUT}.{key}" in c)
+    assert re.search(message, " ".join(verl_rules.explain({**QWEN, **changed}).wrong))
 
 
 def test_verl_trains_nothing_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -680,6 +701,10 @@ def test_a_log_of_verl_is_read_from_the_console_and_from_jsonl_alike(tmp_path: P
     found = read_log(console)
     assert (found.steps, found.allocated_bytes, found.reserved_bytes) == (2, 2 << 30, 3 << 30)  # verl's gb are GiB
     assert found.seconds == {"gen": 20.0, "update_actor": 5.0, "step": 25.0}  # of the steps behind the first
+    console.write_text(
+        LOG.replace(" perf/", " actor/perf/").replace("actor/loss", "critic/perf/max_memory_allocated_gb")
+    )
+    assert read_log(console) == found  # as verl 0.9 names them; the critic's is another worker's
     console.write_text("step:1 - nothing:1\n")
     with pytest.raises(ConfigError, match="has no step with perf/max_memory_allocated_gb"):
         read_log(console)

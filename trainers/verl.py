@@ -160,6 +160,11 @@ class VerlLoop(Loop):
         if self._engine is not None and self._settings.free_cache_engine:
             self._engine.sleep(level=2)
 
+    @property
+    def gathers_adapters(self) -> bool:
+        """Whether the whole model of FSDP1 is gathered to give the adapters to the engine."""
+        return self._engine is not None and self._sends_adapters and self.actor.version == 1
+
     def wake_up(self) -> None:
         """Let the engine have its weights."""
         if self._engine is not None and self._settings.free_cache_engine:
@@ -380,6 +385,7 @@ class VerlVisits:
     def take(self, values: Mapping[str, object]) -> None:
         """Go on with the recipe `values`."""
         self._loop.sleep()  # after a synchronisation the engine waits for prompts
+        self._loop.actor.shard_root()  # as after an update
         self._loop.take(self._settings(values))
 
     def visit(self, phase: str, report: Report) -> None:
@@ -392,6 +398,9 @@ class VerlVisits:
         elif (begun := loop.before_update().get(phase)) is not None:
             if phase == ROLLOUT:
                 loop.wake_up()
+            if phase == LOG_PROBS and loop.gathers_adapters:  # the pass after that takes longer under FSDP1
+                loop.before_update()[SYNC]()
+                loop.sleep()
             report.enter(phase)
             begun()
             if phase == LOADING:
@@ -411,11 +420,10 @@ _UPDATED = (
 
 
 def read_by(settings: Settings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-    """The keys that each phase reads; none where the engine never sleeps, so that each phase holds its share."""
-    if not settings.free_cache_engine:
-        return {}
+    """The keys that each phase reads. Of an engine that never sleeps each phase holds its share, as between two."""
+    served = ("tensor_model_parallel_size",) if settings.free_cache_engine else _ENGINE
     found: dict[str, tuple[tuple[str, ...], ...]] = {
-        SYNC: (("param_offload",), ("tensor_model_parallel_size",)), ROLLOUT: (_ENGINE,),
+        SYNC: (("param_offload",), served), ROLLOUT: (_ENGINE,),
         LOG_PROBS: (_SCORED, ("param_offload",)), REFERENCE: (_REFERRED,), VALUES: (), CRITIC: (),
         LOADING: _OFFLOADS, UPDATE: (_UPDATED, *_OFFLOADS),
     }  # fmt: skip
@@ -438,6 +446,7 @@ class VerlTrainer(LoopTrainer):
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
         reuse="ppo_epochs", completion="max_response_length", sharers="ulysses_sequence_parallel_size",
         packed="use_dynamic_bsz", budget="ppo_max_token_len_per_gpu", engine_share="gpu_memory_utilization",
+        engine_ranks="tensor_model_parallel_size",
         scored="log_prob_micro_batch_size_per_gpu", referred="ref_log_prob_micro_batch_size_per_gpu",
         referrers="ref_ulysses_sequence_parallel_size",
         unreduced="use_no_sync_for_gradient_accumulation",

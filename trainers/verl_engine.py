@@ -17,7 +17,7 @@ from torch import distributed
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _unshard
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers.integrations import flash_attention
@@ -208,6 +208,22 @@ class Engine:
                 checkpointed(model)
             else:
                 model.gradient_checkpointing_disable()
+
+    @torch.no_grad()
+    def gather_root(self) -> None:
+        """Gather what is in no layer, which FSDP1 keeps from the first pass without gradients to the last."""
+        root = cast(Any, self.module)
+        if self.version == 2:
+            return
+        _lazy_init(root, root)
+        if root._handle is not None:
+            _unshard(root, root._handle, root._unshard_stream, root._pre_unshard_stream)
+            root._device_handle.current_stream().wait_stream(root._unshard_stream)
+
+    def shard_root(self) -> None:
+        """Let go of it, as a backward does."""
+        if self.version == 1 and (handle := cast(Any, self.module)._handle) is not None:
+            handle.reshard(True)
 
     # ------------------------------------------------------------------ card and host
     def load_model(self) -> None:

@@ -174,6 +174,7 @@ def score(
 
     engine.module.eval()
     engine.count()
+    engine.gather_root()
     for rows, times in runs_of(sizes):
         keep(rows * (times - 1))
         with torch.no_grad(), stands_for(times), engine.attending():

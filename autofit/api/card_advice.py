@@ -234,9 +234,10 @@ class CardAdvice(Shown):
     def _changed(self, offer: Offer) -> Mapping[str, object]:
         """The changes, and the batch of a rank where so many ranks need another micro-batch than the recipe's."""
         own, keys = self.recipe.resolved, self.recipe.keys
+        beside = keys.scored, keys.referred, keys.engine_ranks
         differs = {key: value for key, value in offer.batch.items() if value != own.get(key)}
         if keys.micro_batch in offer.changes or keys.micro_batch not in differs:
-            differs = {key: value for key, value in differs.items() if key in (keys.scored, keys.referred)}
+            differs = {key: value for key, value in differs.items() if key in beside}
         return {**{key: value for key, value in differs.items() if key not in offer.changes}, **offer.changes}
 
     def _about(self) -> str:

@@ -28,6 +28,7 @@ from autofit.units import format_bytes, format_seconds
 _MOST_BYTES = 1 << 30  # a step's line has about 4 KB
 _GIB = 1 << 30  # verl divides bytes by it and calls them gb (engine_workers.py, line 218)
 _ALLOCATED, _RESERVED = "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"
+_ACTOR = "actor/"  # before what its worker says, in 0.9 (rename_dict of trainer/ppo/ray_trainer.py, line 1371)
 _SECONDS = "timing_s/"
 _LINE = re.compile(r"\bstep:(\d+) - (\S+:.*)")
 _NUMBER = re.compile(r"(?:np\.\w+\()?(-?\d[\d.]*(?:[eE][-+]?\d+)?)\)?")
@@ -55,7 +56,8 @@ def read_log(path: Path) -> VerlLog:
     except OSError as error:
         raise ConfigError(f"--verl-log: {path} cannot be read: {error.strerror}") from error
     steps = [step for line in text.splitlines() if (step := dict(_metrics(line)))]
-    steps = [step for step in steps if _ALLOCATED in step or any(key.startswith(_SECONDS) for key in step)]
+    named = {_ALLOCATED, _ACTOR + _ALLOCATED}
+    steps = [step for step in steps if named & step.keys() or any(key.startswith(_SECONDS) for key in step)]
     if not steps:
         raise ConfigError(
             f"--verl-log: {path} has no step with {_ALLOCATED} or {_SECONDS}...; give what verl prints (trainer.logger "
@@ -92,8 +94,10 @@ def _metrics(line: str) -> Iterator[tuple[str, float]]:
 
 
 def _most(steps: list[dict[str, float]], name: str) -> int | None:
-    found = [step[name] for step in steps if name in step]
-    return round(max(found) * _GIB) if found else None
+    for key in (_ACTOR + name, name):
+        if found := [step[key] for step in steps if key in step]:
+            return round(max(found) * _GIB)
+    return None
 
 
 _SERVED = "vLLM"  # the category of what is verl's server process's, which verl's log does not count

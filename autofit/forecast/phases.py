@@ -149,6 +149,8 @@ def predicted(
         shifted = sum((bytes_ for names, bytes_ in rests if not any(set(names) & set(g.names) for g in groups)),
                       np.zeros(count))  # fmt: skip
         for name in base.phases:
+            if name != phase and name in itinerary.groups:  # it has visits of its own
+                continue
             least, most, seconds = shifted.copy(), shifted.copy(), np.zeros(count)
             for group in groups:
                 for total, each in zip(

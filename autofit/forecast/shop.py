@@ -550,10 +550,10 @@ class _Row:
     def batch(self, rung: Rung) -> dict[str, object]:
         """{key: value} of the micro-batch, the accumulation and, of a trainer that generates, the rollout.
 
-        With the samples of passes without gradients, where the recipe has keys for them.
+        With the samples of passes without gradients and the ranks of an engine, where the recipe has keys for them.
         """
         keys, values = self.recipe.keys, {**self.recipe.resolved, **rung.changes}
-        others = {key: values[key] for key in (keys.scored, keys.referred) if key in values}
+        others = {key: values[key] for key in (keys.scored, keys.referred, keys.engine_ranks) if key in values}
         return {**Batch.of(values, keys, self.recipe.world_size).to_keys(keys), **others}
 
     def given(self, rung: Rung) -> dict[str, object]:

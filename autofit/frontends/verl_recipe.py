@@ -29,7 +29,7 @@ from autofit.frontends.verl_rules import (
     UNPACKED,
     broken,
     critic_values,
-    engine_sizes,
+    engine_settings,
     largest_rank,
     longest_sample,
     older_micro,
@@ -285,10 +285,8 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
         )
     yield from sharded_head(config)
     yield from largest_rank(config)
-    yield from engine_sizes(config)
+    yield from engine_settings(config)
     yield from _unshared(config)
-    if config.is_on(f"{R}.layered_summon") and "dummy" in str(said.get(f"{R}.load_format", "dummy")):
-        yield f"{R}.layered_summon needs {R}.load_format=safetensors; verl ends at the first weight sync"
     size, gpus = said.get(f"{FSDP}.fsdp_size", -1), batch_of(config)
     if isinstance(size, int) and gpus is not None and 0 <= size < gpus.gpus:
         yield f"{FSDP}.fsdp_size {size} shards over some of the {gpus.gpus} GPUs, which is not simulated; set it to -1"

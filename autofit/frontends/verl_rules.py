@@ -195,8 +195,8 @@ def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
                           "offloads, the rollout's tensor parallel: none changes what an optimizer step averages "
                           "over")  # fmt: skip
     kl = config.is_on(f"{ACTOR}.use_kl_loss")
-    rank = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
-    adapters = rank is not None or "actor_rollout_ref.model.lora_adapter_path" in config.said
+    rank = lora_rank(config)
+    adapters = rank > 0 or "actor_rollout_ref.model.lora_adapter_path" in config.said
     if kl or config.is_on("algorithm.use_kl_in_reward"):  # trainer/ppo/utils.py, need_reference_policy
         coefficient = f", {config.told(f'{ACTOR}.kl_loss_coef')}" if kl else ", for the reward's penalty"
         model = "the model without its adapters, no second copy" if adapters else "a second copy of the model"
@@ -210,7 +210,7 @@ def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
         yield Line("responses", cut)
     if has_critic(config):
         yield Line("critic", critic_line(config, batch))
-    yield Line("trained", "all weights" if rank is None else f"LoRA of rank {rank}")
+    yield Line("trained", f"LoRA of rank {rank}" if rank else "all weights")
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -236,8 +236,7 @@ def _at_start(config: VerlConfig, batch: Batch) -> Iterator[str]:
                "workers start")  # fmt: skip
     names = ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
     reference = config.is_on(f"{ACTOR}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
-    own = "actor_rollout_ref.model"
-    adapters = config.whole(f"{own}.lora_rank") or config.whole(f"{own}.lora.rank")  # the actor is the reference then
+    adapters = lora_rank(config)  # the actor is the reference then
     for section in (ROLLOUT, REF) if reference else (ROLLOUT,):
         given = [name for name in names if config.value(f"{section}.{name}") is not None]
         if given != [names[1]] and not (adapters and section == REF and given):
@@ -258,6 +257,20 @@ def engine_sizes(config: VerlConfig) -> Iterator[str]:
         path = f"{ROLLOUT}.{part}"
         if config.value(path) != UNSURE and config.whole(path) is None:
             yield f"rollout.{part} must be 1 or more; got {config.value(path)}; verl ends when the workers start"
+
+
+def engine_settings(config: VerlConfig) -> Iterator[str]:
+    """What the rollout's engine does not take, whatever the GPUs."""
+    yield from engine_sizes(config)
+    if (parts := config.whole(f"{ROLLOUT}.{_PARTS[2]}") or 1) > 1:  # workers/config/rollout.py, line 317
+        yield f"rollout.{_PARTS[2]} must be 1; got {parts}; verl refuses it at the start"
+    share = config.value(f"{ROLLOUT}.gpu_memory_utilization")
+    if isinstance(share, int | float) and not 0 < share <= 1:  # vllm/config/cache.py
+        yield f"rollout.gpu_memory_utilization must be above 0 and at most 1; got {share}; vLLM refuses it"
+    dummy = "dummy" in str(config.said.get(f"{ROLLOUT}.load_format", "dummy"))
+    adapters = lora_rank(config) and not config.is_on("actor_rollout_ref.model.lora.merge")
+    if config.is_on(f"{ROLLOUT}.layered_summon") and dummy and adapters:  # utils/fsdp_utils.py, line 726
+        yield "rollout.layered_summon needs rollout.load_format=safetensors; verl ends at the first weight sync"
 
 
 # The engine's longest sequence is rollout.max_model_len, else what the model's config says; a response that would be
@@ -330,7 +343,7 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
     if dynamic and budget is not None and budget * sp < longest:  # utils/seqlen_balancing.py, line 384
         yield (f"ppo_max_token_len_per_gpu {budget} x sequence parallel {sp} is below the longest sample, "
                f"max_prompt_length + max_response_length = {longest}; verl ends at such a sample")  # fmt: skip
-    yield from engine_sizes(config)
+    yield from engine_settings(config)
     size = math.prod(config.whole(f"{ROLLOUT}.{part}") or 1 for part in _PARTS)
     if batch.gpus % size:  # engine_workers.py, line 658
         yield (f"the rollout's engine of {size} GPUs ({config.told(f'{ROLLOUT}.{_PARTS[0]}')}) "
@@ -345,7 +358,7 @@ def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
     if config.is_on(f"{ACTOR}.use_dynamic_bsz"):
         return
     reference = config.is_on(f"{ACTOR}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
-    adapters = config.whole("actor_rollout_ref.model.lora_rank") or config.whole("actor_rollout_ref.model.lora.rank")
+    adapters = lora_rank(config)
     bypassed = config.is_on("algorithm.rollout_correction.bypass_mode")  # no pass of the actor's own
     sections = [ROLLOUT] if not bypassed or (reference and adapters) else []
     for section in [*sections, REF] if reference and not adapters else sections:
@@ -360,12 +373,16 @@ def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
 _VLLMS_RANK = 512  # the largest (workers/rollout/vllm_rollout/utils.py)
 
 
+def lora_rank(config: VerlConfig) -> int:
+    """The rank of the adapters; 0 without them."""
+    model = "actor_rollout_ref.model"
+    return config.whole(f"{model}.lora.rank") or config.whole(f"{model}.lora_rank") or 0
+
+
 def largest_rank(config: VerlConfig) -> Iterator[str]:
     """Why vLLM does not take the adapters."""
-    model = "actor_rollout_ref.model"
-    rank = config.whole(f"{model}.lora.rank") or config.whole(f"{model}.lora_rank") or 0
-    named = str(config.said.get(f"{ROLLOUT}.name", "vllm"))
-    if rank > _VLLMS_RANK and named == "vllm" and not config.is_on(f"{model}.lora.merge"):
+    rank, named = lora_rank(config), str(config.said.get(f"{ROLLOUT}.name", "vllm"))
+    if rank > _VLLMS_RANK and named == "vllm" and not config.is_on("actor_rollout_ref.model.lora.merge"):
         yield f"lora_rank {rank} is above vLLM's largest, {_VLLMS_RANK}; verl refuses it at the start"
 
 

@@ -27,10 +27,10 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.host_memory import shortage
 from autofit.probing.supervise import ProcessEnding
 from autofit.recipe.keys import LAUNCH
-from autofit.recipe.launch import Launch, check_installed, check_on_cpu, split
+from autofit.recipe.launch import check_installed, check_on_cpu, split
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launched, needs_server
 from autofit.recipe.profile import profile
-from autofit.recipe.recipe import Recipe, TrainerName, merge, spread, with_launch
+from autofit.recipe.recipe import Recipe, TrainerName, merge, sizes_of_ranks, spread, with_launch
 from autofit.recipe.secrets import opened, sealed, without_secrets
 from autofit.recipe.yaml_file import Source, read_source
 
@@ -117,7 +117,7 @@ def prepare(
     )
     if launch.gpus is None:
         return recipe
-    return _said_in_file(on_machines(_on_cards(recipe, launch.gpus), launch.machines, device), recipe.launch)
+    return _said_in_file(on_machines(_on_cards(recipe, launch.gpus), launch.machines, device), recipe)
 
 
 def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: int) -> dict[str, object] | None:
@@ -140,16 +140,18 @@ def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: in
     return cast("dict[str, object] | None", found)
 
 
-def _said_in_file(recipe: Recipe, own: Launch) -> Recipe:
+def _said_in_file(recipe: Recipe, before: Recipe) -> Recipe:
     """`recipe` with a note of what its file must say of its cards, where its tool reads their number there.
+
+    `before` is as the file has it.
 
     Raises ConfigError where the tool refuses the file with that number.
     """
-    launch, origin = recipe.launch, recipe.foreign
-    changes = own.changed_to(launch.ranks, launch.machines)
+    own, launch, origin = before.launch, recipe.launch, recipe.foreign
+    changes: dict[str, object] = {**own.changed_to(launch.ranks, launch.machines)}
     if not origin or not profile(recipe.trainer).own_launch or not changes:
         return recipe
-    said = own_words(origin, changes)
+    said = own_words(origin, changes := {**changes, **sizes_of_ranks(recipe, before)})
     if wrong := wrong_with(origin, changes):
         raise ConfigError(f"{Path(str(origin['path'])).name} with {said}: {'; '.join(wrong)}")
     return replace(recipe, notes=(*recipe.notes, f"the file says {own.ranks} GPUs; for {launch.ranks} set {said}"))

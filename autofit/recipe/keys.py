@@ -42,6 +42,7 @@ class BatchKeys:
     evaluation_group: str | None = None  # completions of one prompt there; unset they are those of `group`
     engine_share: str | None = None  # the part of the card that a rollout engine takes
     engine_length: str | None = None  # tokens of the longest sequence that it must be able to serve
+    engine_ranks: str | None = None  # ranks that hold one copy of its model together, which must divide the ranks
     unreduced: str | None = None  # whether whole gradients wait for a step's end; None: transformers' SYNC_EACH_BATCH
 
     def to_json(self) -> dict[str, str | None]:

@@ -381,16 +381,33 @@ def spread(recipe: Recipe, ranks: int) -> Recipe:
     names = own_names(recipe.foreign)
     new = old.on(ranks // recipe.sharers, keys, names)
     changes: dict[str, object] = {k: v for k, v in new.to_keys(keys).items() if v != recipe.resolved.get(k)}
-    scored = _scored(recipe, new)
-    changes |= scored
+    scored, engine = _scored(recipe, new), _engine_ranks(recipe, ranks)
+    changes |= scored | engine
     resolved = {**recipe.resolved, **changes}
     if keys.rollout is not None and keys.rollout_batch is not None:  # a recipe has one of the two
         changes |= {keys.rollout: new.rollout, keys.rollout_batch: None}
     splits = _split(new, keys, recipe.sharers, names), _split(old, keys, recipe.sharers, names)
     note = f"{splits[0]}: the effective batch {old.effective}, as {splits[1]} in the recipe"
     note += "".join(f"; {names.get(key, key)} {value}, to divide a rank's samples" for key, value in scored.items())
+    note += "".join(f"; {names.get(key, key)} {value}, to divide the ranks" for key, value in engine.items())
     spread_out = replace(recipe, values=merge(recipe.values, changes), resolved=resolved, notes=(*recipe.notes, note))
     return with_launch(spread_out, _on(recipe.launch, ranks, shards_alone=profile(recipe.trainer).own_launch))
+
+
+def _engine_ranks(recipe: Recipe, ranks: int) -> dict[str, object]:
+    """{key: the most of the ranks that hold one copy of the rollout's engine which divide `ranks`}, if it changes."""
+    key = recipe.keys.engine_ranks
+    size = recipe.resolved.get(key or "")
+    return {key: math.gcd(size, ranks)} if key is not None and isinstance(size, int) and size > 0 < ranks % size else {}
+
+
+def sizes_of_ranks(recipe: Recipe, before: Recipe) -> dict[str, object]:
+    """{key: value} of the sizes that another number of ranks changed since `before`, but for what follows from them."""
+    keys = recipe.keys
+    packed = keys.packed is not None and recipe.resolved.get(keys.packed)
+    names = (None if packed else keys.micro_batch, keys.scored, keys.referred, keys.engine_ranks)
+    found = {key: recipe.resolved[key] for key in names if key is not None and key in recipe.resolved}
+    return {key: value for key, value in found.items() if value != before.resolved.get(key)}
 
 
 def _scored(recipe: Recipe, batch: Batch) -> dict[str, object]:
