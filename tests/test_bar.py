@@ -99,6 +99,33 @@ def test_the_line_is_on_the_terminal_while_a_step_runs_beside_what_is_said(tmp_p
     assert max(map(len, shown)) <= 80
 
 
+TRIES = """
+import time
+from autofit.commands.common import Bar, say
+bar = Bar("check", "r.yaml")
+bar.begin("looking for changes", most_s=20)
+for one in ("trying dtype float32 -> bfloat16", "--set dtype=bfloat16 fits: 9.00 GB"):
+    bar.tell(one) or say(one)
+    time.sleep(0.5)
+bar.end()
+print("set dtype=bfloat16: 9.00 GB")
+"""
+
+
+def test_a_change_that_is_tried_stands_above_the_line_until_the_result_says_it(tmp_path: Path) -> None:
+    text = in_terminal([sys.executable, "-c", TRIES], 80, AUTOFIT_CACHE=str(tmp_path))
+    shown = [one.strip() for one in frames(text)]
+    assert {"trying dtype float32 -> bfloat16", "--set dtype=bfloat16 fits: 9.00 GB"} < set(shown)
+    assert "\x1b[2K" in text[text.rindex("fits: 9.00 GB") :]  # erased
+    assert shown[-1] == "set dtype=bfloat16: 9.00 GB"
+
+
+def test_a_change_that_is_tried_is_a_line_where_stderr_is_no_terminal(tmp_path: Path) -> None:
+    environment = {**os.environ, "AUTOFIT_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", TRIES], capture_output=True, text=True, env=environment, check=True)
+    assert done.stderr == "trying dtype float32 -> bfloat16\n--set dtype=bfloat16 fits: 9.00 GB\n"
+
+
 def test_a_line_said_while_the_bar_is_first_drawn_waits_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     thread = threading.Thread(target=say, args=("trying one change",))
     with SCREEN:

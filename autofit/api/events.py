@@ -118,6 +118,7 @@ class Event:
     trial: TrialResult | None = None  # a trial that has just ended
     interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
     read: bool = False  # the recipe has been read: what is said of it follows
+    trying: bool = False  # a change that is tried, or what came of it: the result says again what is worth it
     verdict: bool = False  # the promise against the whole run, which the result says as well
 
     def __str__(self) -> str:

@@ -202,6 +202,8 @@ def _answered(
     bar = Bar(options.command, words_of([options.recipe, options.gpu, options.trainer]), shown=not options.stream)
 
     def hear(event: "Event") -> None:
+        if event.trying and bar.tell(event.text):
+            return
         (streams if options.stream else hears)(event)
         if event.read:
             bar.begin(SIMULATING)
@@ -326,6 +328,8 @@ class _Display:
             ignore_interrupts()
         if event.trial is not None and self._console.is_terminal:
             self._console.print(on_terminal(event.text, is_terminal=True), markup=False, highlight=False)
+            return
+        if event.trying and self._bar.tell(event.text):
             return
         self._still()
         say(str(event))
