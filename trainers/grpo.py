@@ -95,8 +95,8 @@ def _check_text_is_read(config: TrlConfig, rows: Dataset) -> None:
     if named and len(rows) and isinstance(rows[0]["prompt"], str):
         raise ConfigError(
             f"reward_funcs {', '.join(named)} of TRL reads messages, and the prompts of {dataset_name(config)} are "
-            'text: the first step would fail; write each prompt as [{"role": "user", "content": "..."}], or give reward '
-            "functions of your own"
+            'text: the first step would fail; write each prompt as [{"role": "user", "content": "..."}], or give '
+            "reward functions of your own"
         )
 
 
