@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from autofit.api.events import Progress
 from autofit.commands.common import SCREEN, Bar, Step, keep_pace, paces, say
 
 WORDS = "simulating the recipe"
@@ -148,3 +149,11 @@ def test_check_draws_it_in_80_columns_and_leaves_the_verdict(tmp_path: Path) -> 
     assert any(one.startswith("fits: ") for one in shown)
     assert max(map(len, shown)) <= 80
     assert any(name.endswith("reading the recipe") for name in paces(tmp_path / "cache" / "paces.json"))
+
+
+def test_a_search_s_line_goes_on_while_nothing_is_told_and_drops_a_trial_that_has_ended() -> None:
+    told = Progress(done=1, probing=("trial 1: lora_r 8", "trial 2: lora_r 4"), best=None, elapsed_s=5.0, left_s=10.0)
+    assert str(told.later(4.0)) == "1 done, probing trial 1, trial 2 | best none yet | 9.00 s, about 6.00 s left"
+    assert str(told.later(20.0)).endswith("| 25.0 s")
+    assert str(told.without(1)).startswith("2 done, probing trial 2 |")
+    assert str(told.without(1).without(2)).startswith("3 done, probing ... |")

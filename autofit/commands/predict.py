@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,6 +41,7 @@ from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.status import Status
+    from rich.text import Text
 
     from autofit.api import Check, Estimate, Event, Progress
     from autofit.scripts.changes import Offer
@@ -305,6 +307,19 @@ def _demo_recipe() -> Path:
     return prepare_smollm2(cache_folder(), progress=say)
 
 
+@dataclass
+class _Moving:
+    """A search's progress as a live line, with the seconds of now."""
+
+    now: "Progress"
+    said_s: float
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        return Text(str(self.now.later(time.monotonic() - self.said_s)))
+
+
 class _Display:
     """A live line on a terminal, unless a debugger may want it, plain lines elsewhere, both on stderr; or a stream."""
 
@@ -313,6 +328,7 @@ class _Display:
 
         self._console, self._live, self._streaming = Console(stderr=True), live and not streaming, streaming
         self._status: Status | None = None
+        self._moving: _Moving | None = None
         self._bar = bar
         bar.begin(READING)
 
@@ -327,6 +343,8 @@ class _Display:
         if event.interrupted:
             ignore_interrupts()
         if event.trial is not None and self._console.is_terminal:
+            if self._moving is not None:
+                self._moving.now = self._moving.now.without(event.trial.number)
             self._console.print(on_terminal(event.text, is_terminal=True), markup=False, highlight=False)
             return
         if event.trying and self._bar.tell(event.text):
@@ -337,13 +355,12 @@ class _Display:
             self._bar.begin(PREDICTING)
 
     def _update(self, progress: "Progress") -> None:
-        from rich.text import Text
-
         self._bar.end()
+        self._moving = _Moving(progress, time.monotonic())
         if self._status is None:
             self._status = self._console.status("starting")
             self._status.start()
-        self._status.update(Text(str(progress)))
+        self._status.update(self._moving)
 
     def on_advice(self, limit_s: float | None) -> None:
         self._still()
