@@ -305,12 +305,12 @@ def with_advice(
 ) -> Found:  # fmt: skip
     """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C.
 
-    Where changes were simulated and none is advised, what could not be tried is told.
+    Where all were tried and none is advised, what could not be tried is told.
     """
     if on_advice is not None:
         on_advice(advice_s)
     advice = made.within(advice_s, look, interrupted=lambda: tell(STOPPING))
-    if not advice.changes and not advice.came_too_late:
+    if not advice.changes and advice.ending is None:
         tell_left_out(made.recipe, made.device, tell)
     return replace(found, advice=advice)
 
