@@ -77,6 +77,14 @@ def test_a_dataset_that_grpo_cannot_use_says_why(
         prepare(tiny_recipe, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=fork_server)
 
 
+def test_a_reward_of_trl_that_reads_messages_is_refused_where_the_prompts_are_text(
+    tiny_recipe: Path, fork_server: ForkServer
+) -> None:
+    path = change(tiny_recipe, reward_funcs=["think_format_reward"])
+    with pytest.raises(ConfigError, match=r"think_format_reward of TRL reads messages, and the prompts .* are text"):
+        prepare(path, trainer="grpo", device="cpu", folder=tiny_recipe.parent / "i", server=fork_server)
+
+
 def test_a_jsonl_file_is_a_dataset_too_and_is_said_the_way_trl_takes_it(
     tiny_recipe: Path, fork_server: ForkServer
 ) -> None:

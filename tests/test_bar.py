@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from autofit.api.events import Progress
 from autofit.commands.common import SCREEN, Bar, Step, keep_pace, paces, say
 
 WORDS = "simulating the recipe"
@@ -99,6 +100,33 @@ def test_the_line_is_on_the_terminal_while_a_step_runs_beside_what_is_said(tmp_p
     assert max(map(len, shown)) <= 80
 
 
+TRIES = """
+import time
+from autofit.commands.common import Bar, say
+bar = Bar("check", "r.yaml")
+bar.begin("looking for changes", most_s=20)
+for one in ("trying dtype float32 -> bfloat16", "--set dtype=bfloat16 fits: 9.00 GB"):
+    bar.tell(one) or say(one)
+    time.sleep(0.5)
+bar.end()
+print("set dtype=bfloat16: 9.00 GB")
+"""
+
+
+def test_a_change_that_is_tried_stands_above_the_line_until_the_result_says_it(tmp_path: Path) -> None:
+    text = in_terminal([sys.executable, "-c", TRIES], 80, AUTOFIT_CACHE=str(tmp_path))
+    shown = [one.strip() for one in frames(text)]
+    assert {"trying dtype float32 -> bfloat16", "--set dtype=bfloat16 fits: 9.00 GB"} < set(shown)
+    assert "\x1b[2K" in text[text.rindex("fits: 9.00 GB") :]  # erased
+    assert shown[-1] == "set dtype=bfloat16: 9.00 GB"
+
+
+def test_a_change_that_is_tried_is_a_line_where_stderr_is_no_terminal(tmp_path: Path) -> None:
+    environment = {**os.environ, "AUTOFIT_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", TRIES], capture_output=True, text=True, env=environment, check=True)
+    assert done.stderr == "trying dtype float32 -> bfloat16\n--set dtype=bfloat16 fits: 9.00 GB\n"
+
+
 def test_a_line_said_while_the_bar_is_first_drawn_waits_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     thread = threading.Thread(target=say, args=("trying one change",))
     with SCREEN:
@@ -121,3 +149,11 @@ def test_check_draws_it_in_80_columns_and_leaves_the_verdict(tmp_path: Path) -> 
     assert any(one.startswith("fits: ") for one in shown)
     assert max(map(len, shown)) <= 80
     assert any(name.endswith("reading the recipe") for name in paces(tmp_path / "cache" / "paces.json"))
+
+
+def test_a_search_s_line_goes_on_while_nothing_is_told_and_drops_a_trial_that_has_ended() -> None:
+    told = Progress(done=1, probing=("trial 1: lora_r 8", "trial 2: lora_r 4"), best=None, elapsed_s=5.0, left_s=10.0)
+    assert str(told.later(4.0)) == "1 done, probing trial 1, trial 2 | best none yet | 9.00 s, about 6.00 s left"
+    assert str(told.later(20.0)).endswith("| 25.0 s")
+    assert str(told.without(1)).startswith("2 done, probing trial 2 |")
+    assert str(told.without(1).without(2)).startswith("3 done, probing ... |")

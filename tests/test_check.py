@@ -319,6 +319,11 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
         monkeypatch.setattr(made, "within", lambda *_, **__: Advice())
         assert call(None, advice_time="90s", on_result=lambda _: happened.append("verdict")).advice == Advice()
         assert happened == ["verdict", "left out"]  # of changes: only where none was found
+        happened.clear()
+        late = Advice(ending=Ending.TIME)
+        monkeypatch.setattr(made, "within", lambda *_, late=late, **__: late)
+        assert call(None, advice_time="90s", on_result=lambda _: happened.append("verdict")).advice == late
+        assert happened == ["verdict"]  # not every change was tried: nothing of it is why
         monkeypatch.setattr(made, "within", within)
         happened.clear()
         assert call(None, advice_time=0, on_result=lambda _: happened.append("verdict")).advice is None

@@ -93,3 +93,11 @@ def test_keys_of_an_older_trl_are_compared_by_their_names_of_now(tmp_path: Path)
 
 def test_without_a_file_there_is_none(tmp_path: Path) -> None:
     assert edit_note(RECORD, tmp_path) == ""
+
+
+def test_a_dataset_that_is_a_file_here_is_no_edit_and_another_one_is(tmp_path: Path) -> None:
+    values = {"max_steps": 60, "datasets": [{"path": "json", "data_files": "a.jsonl"}]}
+    record = replace(RECORD, values=values, resolved={**values, "dataset_name": None})
+    assert edit_note(record, written(tmp_path, "max_steps: 60\ndataset_name: a.jsonl\n")) == ""
+    said = edit_note(record, written(tmp_path, "max_steps: 60\ndataset_name: b.jsonl\n"))
+    assert "says dataset_name 'b.jsonl' (the study: 'a.jsonl');" in said

@@ -246,3 +246,9 @@ def test_a_rollout_that_serves_four_steps_is_a_quarter_of_each_and_has_the_optim
     peak = {name: p.peak_allocated_bytes for name, found in (("one", one), ("four", four)) for p in found.phases
             if p.name == "rollout"}  # fmt: skip
     assert peak["four"] == pytest.approx(peak["one"], rel=0.02)
+
+
+def test_a_number_of_parameters_below_a_billion_that_rounds_to_one_is_one() -> None:
+    from autofit.recipe.recipe import _count
+
+    assert [_count(number) for number in (999_885_952, 999_400_000, 4_020_000_000)] == ["1 B", "999 M", "4.02 B"]

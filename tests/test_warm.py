@@ -231,6 +231,18 @@ def test_there_is_none_in_ci_or_in_a_job_of_slurm(monkeypatch: pytest.MonkeyPatc
             assert not kept_place.is_allowed()
 
 
+@pytest.mark.parametrize(("way", "said"), [(["script.py"], "True"), (["-m", "script"], "False")])
+@pytest.mark.parametrize("variable", ["1", "0", None])
+def test_a_plain_script_uses_one_where_its_user_asks_and_what_autofit_starts_does_not(
+    tmp_path: Path, way: list[str], said: str, variable: str | None
+) -> None:
+    (tmp_path / "script.py").write_text("from autofit.probing.kept_place import is_asked_for\nprint(is_asked_for())\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("AUTOFIT_SERVER", "CI", "SLURM_JOB_ID")}
+    env |= {} if variable is None else {"AUTOFIT_SERVER": variable}
+    ran = subprocess.run([sys.executable, *way], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == (said if variable == "1" else "False")
+
+
 def test_ctrl_c_goes_to_the_command_and_its_exit_code_comes_back(server: Server) -> None:
     with server.start("wait") as asked:
         assert int(first_line(asked)) != asked.pid

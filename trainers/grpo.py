@@ -86,6 +86,20 @@ def reward_functions(config: TrlConfig, *, simulated: bool = False) -> list[str 
     return found or [no_reward]
 
 
+_OF_CHATS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # TRL's that read messages
+
+
+def _check_text_is_read(config: TrlConfig, rows: Dataset) -> None:
+    """Raise ConfigError where a reward of TRL reads messages and the prompts are text: the first step would end so."""
+    named = [name for name in config.script.reward_funcs or [] if name in _OF_CHATS]
+    if named and len(rows) and isinstance(rows[0]["prompt"], str):
+        raise ConfigError(
+            f"reward_funcs {', '.join(named)} of TRL reads messages, and the prompts of {dataset_name(config)} are "
+            'text: the first step would fail; write each prompt as [{"role": "user", "content": "..."}], or give '
+            "reward functions of your own"
+        )
+
+
 def _note_of_rewards(config: TrlConfig, rewards: Sequence[object]) -> tuple[str, ...]:
     """What a prediction says of rewards that `no_reward` stands for."""
     if no_reward not in rewards:
@@ -281,6 +295,8 @@ class RolloutTrainer(TrlTrainer):
         with or_stated(inspection):
             rows = prompts(config)
         made_up = inspection.prompt_tokens is not None  # a synthetic prompt of that length replaces the dataset
+        if not made_up:
+            _check_text_is_read(config, rows)
         processor = processor_of(config) if inspection.simulated or has_images(rows) else None
         if processor is not None:
             found = self._longest_with_images(rows, processor, config, inspection, data_hash(rewards, rows))

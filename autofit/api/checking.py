@@ -190,6 +190,6 @@ def check(
             if on_typical is not None:
                 on_typical(found)
         if advice_s and found.verdict != "fits" and not found.interrupted:
-            look = partial(made.mends, result, tell=lambda text: tell(Event(text=text)), wanted=1)
+            look = partial(made.mends, result, tell=lambda text: tell(Event(text=text, trying=True)), wanted=1)
             found = with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
         return replace(found, notes=tuple(notes))

@@ -305,12 +305,12 @@ def with_advice(
 ) -> Found:  # fmt: skip
     """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C.
 
-    Where it has no change, what could not be tried is told.
+    Where all were tried and none is advised, what could not be tried is told.
     """
     if on_advice is not None:
         on_advice(advice_s)
     advice = made.within(advice_s, look, interrupted=lambda: tell(STOPPING))
-    if not advice.changes:
+    if not advice.changes and advice.ending is None:
         tell_left_out(made.recipe, made.device, tell)
     return replace(found, advice=advice)
 
@@ -390,6 +390,6 @@ def estimate(
         if on_typical is not None:
             on_typical(found)
         if advice and advice_s and not found.interrupted:
-            look = partial(made.advice, result, tell=lambda text: tell(Event(text=text)))
+            look = partial(made.advice, result, tell=lambda text: tell(Event(text=text, trying=True)))
             found = with_advice(found, made, look, advice_s, tell=tell, on_advice=on_advice)
         return replace(found, notes=tuple(notes))

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.probing.result import ProbeStatus
 from autofit.recipe.keys import Tier
@@ -118,6 +118,7 @@ class Event:
     trial: TrialResult | None = None  # a trial that has just ended
     interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
     read: bool = False  # the recipe has been read: what is said of it follows
+    trying: bool = False  # a change that is tried, or what came of it: the result says again what is worth it
     verdict: bool = False  # the promise against the whole run, which the result says as well
 
     def __str__(self) -> str:
@@ -133,6 +134,16 @@ class Progress:
     best: TrialResult | None
     elapsed_s: float
     left_s: float | None  # None where nothing bounds the search
+
+    def without(self, number: int) -> "Progress":
+        """The same where the trial `number` has just ended."""
+        others = tuple(one for one in self.probing if one.partition(":")[0] != f"trial {number}")
+        return replace(self, done=self.done + len(self.probing) - len(others), probing=others)
+
+    def later(self, seconds: float) -> "Progress":
+        """The same so many seconds later; what was left is not known once it has passed."""
+        left_s = None if self.left_s is None or self.left_s < seconds else self.left_s - seconds
+        return replace(self, elapsed_s=self.elapsed_s + seconds, left_s=left_s)
 
     def __str__(self) -> str:
         best = "none yet"

@@ -52,7 +52,7 @@ class PromotedRun:
     def parts(self) -> list[Table | str]:
         """The table of the contract, the verdict, and the last events but what the table has."""
         told = [e for e in self.events if e.kind not in (Kind.START, Kind.VERDICT) and "promise" not in e.data]
-        lines = [f"{_clock(e.time)} step {e.step}, {e.kind}: {e.text}" for e in told[-_SHOWN:]]
+        lines = [f"{_clock(e.time)} step {e.step}{_kind(e)}: {e.text}" for e in told[-_SHOWN:]]
         table: list[Table | str] = [contract_table(self.rows, title=self._title)] if self.rows else [self._title]
         return [*table, *([f"{_sentence(self.verdict)}"] if self.verdict else []), *lines]
 
@@ -106,6 +106,11 @@ def contract_table(rows: Sequence[Row], *, title: str) -> Table:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
+
+
+def _kind(event: RunEvent) -> str:
+    """What the event is about, where its own words do not begin with it."""
+    return "" if event.text.startswith(f"{event.kind} ") else f", {event.kind}"
 
 
 def _clock(seconds: float) -> str:

@@ -176,7 +176,7 @@ class SearchResult(Shown):
             f"In your file: {self.own}" if self.own else "",  # no full stop: it is there to be copied
             *notes,
             f"{self.relaxed[:1].upper()}{self.relaxed[1:]}" if self.relaxed else "",
-            f"Stopped because {self.stopped}." if self.stopped else "",
+            f"Stopped because {self.stopped}." if self.stopped and not self.interrupted else "",
         ]
         runs = [part for run in self.promoted for part in run.parts()]
         front = self.table()

@@ -434,8 +434,11 @@ class _Run:
         interrupted = False
 
         def look() -> dict[str, object] | None:
-            known = None if ahead is None else ahead.found(best, self._note)
-            return known or outside(best, trials, estimator, record.allow, tell=self._note)
+            known = None if ahead is None else ahead.found(best, trying)
+            return known or outside(best, trials, estimator, record.allow, tell=trying)
+
+        def trying(text: str) -> None:
+            self._tell(Event(text=text, trying=True))
 
         def cancel(_: Ending) -> None:
             nonlocal interrupted

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from autofit.errors import AutofitError, ConfigError, printable, quoted, told, visible
 from autofit.files import cache_folder, read_json, write_json
-from autofit.lines import on_terminal
+from autofit.lines import on_terminal, wrapped
 from autofit.tuning.storage import storage_option
 from autofit.units import format_seconds
 
@@ -334,6 +334,7 @@ class Bar:
         self._shown = shown
         self._step: Step | None = None
         self._live: Live | None = None
+        self._told: list[str] = []  # above the line, until the step ends
 
     def begin(self, words: str, *, most_s: float | None = None) -> None:
         """The step at work from now on; the one before it has ended."""
@@ -344,8 +345,14 @@ class Bar:
         self._step = Step(words=words, began_s=time.monotonic(), most_s=most_s, last_s=last_s)
         self._start()
 
+    def tell(self, text: str) -> bool:
+        """Show `text` above the line until the step ends, with what was told before; False where no line is drawn."""
+        if self._live is not None:
+            self._told.append(text)
+        return self._live is not None
+
     def end(self) -> None:
-        """The step has ended: its seconds are kept, and the line is gone."""
+        """The step has ended: its seconds are kept, and the line is gone with what was told."""
         self._stop()
         step, self._step = self._step, None
         spent_s = 0.0 if step is None else time.monotonic() - step.began_s
@@ -365,8 +372,8 @@ class Bar:
         if not console.is_terminal or console.is_dumb_terminal:
             return
         self._live = Live(
-            get_renderable=lambda: self._now(console.width), console=console, refresh_per_second=1 / _EVERY_S,
-            transient=True, redirect_stdout=False,
+            get_renderable=lambda: self._now(console.width, console.height), console=console,
+            refresh_per_second=1 / _EVERY_S, transient=True, redirect_stdout=False,
         )  # fmt: skip
         with SCREEN:
             self._live.start()
@@ -376,12 +383,14 @@ class Bar:
         if live is not None:
             with SCREEN:
                 live.stop()
+        self._told.clear()
 
-    def _now(self, width: int) -> "Text":
+    def _now(self, width: int, height: int) -> "Text":
         from rich.text import Text
 
         line = "" if self._step is None else self._step.line(time.monotonic(), width=width - 1)
-        return Text(line, no_wrap=True, overflow="ellipsis")
+        told = [part for text in self._told for part in wrapped(text, width)]
+        return Text("\n".join([*told[-max(1, height - 2) :], line]), no_wrap=True, overflow="ellipsis")
 
 
 def paces(path: Path | None = None) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,6 +42,7 @@ from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.status import Status
+    from rich.text import Text
 
     from autofit.api import Check, Estimate, Event, Progress, SearchResult
     from autofit.scripts.changes import Offer
@@ -203,6 +205,8 @@ def _answered(
     bar = Bar(options.command, words_of([options.recipe, options.gpu, options.trainer]), shown=not options.stream)
 
     def hear(event: "Event") -> None:
+        if event.trying and bar.tell(event.text):
+            return
         (streams if options.stream else hears)(event)
         if event.read:
             bar.begin(SIMULATING)
@@ -309,6 +313,19 @@ def _demo_recipe() -> Path:
     return prepare_smollm2(cache_folder(), progress=say)
 
 
+@dataclass
+class _Moving:
+    """A search's progress as a live line, with the seconds of now."""
+
+    now: "Progress"
+    said_s: float
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        return Text(str(self.now.later(time.monotonic() - self.said_s)))
+
+
 class _Display:
     """A live line on a terminal, unless a debugger may want it, plain lines elsewhere, both on stderr; or a stream."""
 
@@ -318,6 +335,7 @@ class _Display:
         self._options, self._streaming = options, options.stream
         self._console, self._live = Console(stderr=True), live and not options.stream
         self._status: Status | None = None
+        self._moving: _Moving | None = None
         self._bar = bar
         self.results: list[SearchResult] = []  # those heard: at most the one before the advice, and the one with it
         bar.begin(READING)
@@ -333,7 +351,11 @@ class _Display:
         if event.interrupted:
             ignore_interrupts()
         if event.trial is not None and self._console.is_terminal:
+            if self._moving is not None:
+                self._moving.now = self._moving.now.without(event.trial.number)
             self._console.print(on_terminal(event.text, is_terminal=True), markup=False, highlight=False)
+            return
+        if event.trying and self._bar.tell(event.text):
             return
         self._still()
         say(str(event))
@@ -341,13 +363,12 @@ class _Display:
             self._bar.begin(PREDICTING)
 
     def _update(self, progress: "Progress") -> None:
-        from rich.text import Text
-
         self._bar.end()
+        self._moving = _Moving(progress, time.monotonic())
         if self._status is None:
             self._status = self._console.status("starting")
             self._status.start()
-        self._status.update(Text(str(progress)))
+        self._status.update(self._moving)
 
     def on_result(self, found: "SearchResult") -> None:
         """Show the verdict, and with the second result the rest, before MLflow has both."""

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-_OFF = "AUTOFIT_SERVER"  # 0: no server is used or left behind; 1: one is, in CI too
+_OFF = "AUTOFIT_SERVER"  # 0: no server is used or left behind; 1: one is, in CI and by plain scripts too
 # Variables that a shell, a terminal or a session sets, and that nothing which is imported reads.
 _OF_TERMINALS = {
     "_", "PWD", "OLDPWD", "SHLVL", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "DISPLAY",
@@ -43,8 +43,13 @@ def ask_for_one() -> None:
 
 
 def is_asked_for() -> bool:
-    """Whether this process uses and leaves one: a command or a notebook that asked, where nothing speaks against it."""
-    return (_asked or "ipykernel" in sys.modules) and is_allowed()
+    """Whether this process uses and leaves one: a command, a notebook, or a script of a user who set it to 1.
+
+    Not what they start, and not where something speaks against it.
+    """
+    is_script = getattr(sys.modules["__main__"], "__spec__", None) is None  # ours, and jobs, are `python -m MODULE`
+    by_script = os.environ.get(_OFF) == "1" and is_script
+    return (_asked or "ipykernel" in sys.modules or by_script) and is_allowed()
 
 
 def is_allowed() -> bool:

@@ -85,7 +85,7 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
             texts = (str(record.foreign["text"]), sealed_text(script_text(path)))
             known, now = (sealed(stated(path, text)) for text in texts)
         else:
-            known, now = dict(_known(record)), sealed(read_yaml_mapping(path, what="recipe"))
+            known, now = _known(record), dict(_with_its_file(sealed(read_yaml_mapping(path, what="recipe"))))
     except ConfigError:
         return ""  # the study's copy is whole
     other = [
@@ -105,10 +105,18 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
     )
 
 
-def _known(record: StudyRecord) -> Mapping[str, object]:
+def _known(record: StudyRecord) -> dict[str, object]:
     """What the study has of its recipe's file, by the names that stand there."""
     older = {key: record.values[name] for key, name in record.other_names.items() if name in record.values}
-    return {**record.values, **older}
+    return {**_with_its_file(record.values), **older}
+
+
+def _with_its_file(values: Mapping[str, object]) -> Mapping[str, object]:
+    """`values` with `dataset_name: data.jsonl`, which the study has in the form of TRL's parser, `datasets: [...]`."""
+    match values.get("datasets"):
+        case [{"path": _, "data_files": str(file), **rest}] if not rest and "dataset_name" not in values:
+            return {**{key: value for key, value in values.items() if key != "datasets"}, "dataset_name": file}
+    return values
 
 
 def _said(values: Mapping[str, object], key: str) -> str:

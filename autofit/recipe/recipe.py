@@ -252,7 +252,7 @@ def own_value(names: Mapping[str, str] | None, key: str, value: object) -> objec
 
 def _count(number: int) -> str:
     """`4.02 B`, or `135 M` below 10^9."""
-    return f"{number / 1e9:.3g} B" if number >= 10**9 else f"{number / 1e6:.3g} M"
+    return f"{number / 1e9:.3g} B" if number >= 999_500_000 else f"{number / 1e6:.3g} M"
 
 
 def tuned_yaml(values: Mapping[str, object], changes: Mapping[str, object], *, comment: str) -> str:
