@@ -191,7 +191,9 @@ def test_an_interrupted_search_says_how_to_go_on(
 ) -> None:
     stop = Stop(StopKind.INTERRUPTED, "interrupted") if interrupted else None
     show_result(argparse.Namespace(json=False, dir=studied), replace(autofit.report(folder=studied), stop=stop))
-    assert ("the same `autofit search` command goes on" in capsys.readouterr().out) is interrupted
+    said = capsys.readouterr().out
+    assert ("the same `autofit search` command goes on" in said) is interrupted
+    assert "Stopped because interrupted" not in said  # the same, a second time
 
 
 def test_the_page_shows_promoted_runs_with_promised_against_actual_and_their_events(studied: Path) -> None:
