@@ -6,7 +6,8 @@ but for sizes, which are linear in the tokens (the length between checks it), so
 is played into the simulated allocator in minutes. The loss is that of transformers before 4.49 (a copy of the logits).
 
 `--least` tells in place of it the least capacity in which such a run ends, and that of a run whose micro-batches all
-have the longest sample, as a prediction's have; `--all-weights MODEL` trains a model of the catalogue without LoRA.
+have the longest sample, as a prediction's have; `--all-weights MODEL` trains a model of the catalogue without LoRA, and
+`--expandable` has torch's expandable segments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
-from autofit.fakegpu.allocator import Block, CachingAllocator
+from autofit.fakegpu.allocator import AllocatorSettings, Block, CachingAllocator
 from autofit.fakegpu.replay import EventLog, Unlimited
 from autofit.recipe import catalogue
 from experiments.frontends.peaks.mixed import draw
@@ -63,18 +64,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="orders of samples")
     parser.add_argument("--least", action="store_true", help="the least capacity, not the reserved bytes")
     parser.add_argument("--all-weights", metavar="MODEL", help="train all of this model, without checkpoints")
+    parser.add_argument("--expandable", action="store_true", help="with --least: expandable segments")
     options = parser.parse_args()
     row = next(row for row in read_rows() if row.name == options.name)
     traced = trace(row, options.all_weights)
     told: dict[str, object] = {"row": row.name, "measured_gib": row.measured_gib}
     if options.all_weights:
         told = {"all_weights": options.all_weights, "lengths": row.name}
+    settings = AllocatorSettings(expandable_segments=options.expandable)
     if options.least:
-        _keep({**told, "longest": least(traced, [_most(row)] * 2 * ACCUMULATED)})
+        told["expandable"] = options.expandable
+        _keep({**told, "longest": least(traced, [_most(row)] * 2 * ACCUMULATED, settings)})
     for seed in range(options.seeds):
         lengths = draw(row.samples, count=options.steps * ACCUMULATED, most=_most(row), seed=seed)
         if options.least:
-            _keep({**told, "seed": seed, "mixed": least(traced, _with_longest(lengths, _most(row), seed))})
+            _keep({**told, "seed": seed, "mixed": least(traced, _with_longest(lengths, _most(row), seed), settings)})
         else:
             _keep({**told, "seed": seed, "reserved_gib": dict(grown(traced, lengths))})
 
@@ -152,13 +156,13 @@ def grown(traced: Traced, lengths: Sequence[int]) -> Iterator[tuple[int, float]]
             yield step, round(allocator.reserved_bytes / GIB, 2)
 
 
-def least(traced: Traced, lengths: Sequence[int]) -> dict[str, float]:
+def least(traced: Traced, lengths: Sequence[int], settings: AllocatorSettings | None = None) -> dict[str, float]:
     """GiB: the most live bytes, the most reserved without a limit, and the least capacity, to within 16 MiB above."""
     log = EventLog()
     for ids, sizes in _played(traced, lengths):
         for storage, nbytes in zip(ids, sizes, strict=True):
             log.add(storage, nbytes)
-    run = Unlimited(log)
+    run = Unlimited(log, settings=settings)
     found = (*run.peaks, run.least_capacity(16 << 20))
     return {name: round(nbytes / GIB, 3) for name, nbytes in zip(("live", "reserved", "least"), found, strict=True)}
 
