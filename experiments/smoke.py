@@ -50,7 +50,7 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "search_efficiency/cpu": ["experiments/search_efficiency/cpu.py", "--seeds", "1", "--probes", "2"],
     "search_efficiency/scale": ["experiments/search_efficiency/scale.py"],
     "seeds": ["experiments/seeds/run.py", "--only", "003_bf16"],
-    "storm": ["-m", "experiments.storm", "--inputs", "1", "--torn", "1", "--kills", "1", "--minutes", "1"],
+    "storm": ["-m", "experiments.storm", "--inputs", "100", "--torn", "1", "--kills", "1", "--minutes", "1"],
     "tabular": ["-m", "experiments.tabular.searches"],
     "tuners": ["-m", "experiments.tuners", "--only", "autofit"],
     "two_cards": ["-m", "experiments.two_cards.program", "mistral-7b/full/2", "out.json"],
