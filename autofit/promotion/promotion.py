@@ -56,11 +56,11 @@ from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import masked, sealed, sealed_text
 from autofit.recipe.yaml_file import read_yaml_mapping
 from autofit.space.traits import describe_changes
-from autofit.tuning.frontier import BEST, LEANEST, Foreseen, Rule, Trial, leanest, leanest_foreseen, winner
+from autofit.tuning.frontier import Foreseen, Rule, Trial, leanest, leanest_foreseen, winner
 from autofit.tuning.record import StudyRecord, forget_foreseen, record_of
 from autofit.tuning.repeats import Prober
 from autofit.tuning.sentences import confirmation_note
-from autofit.tuning.storage import NAMES, check_is_of, database_of, keep_storage, no_trial
+from autofit.tuning.storage import BEST, LEANEST, NAMES, check_is_of, database_of, keep_storage, no_trial
 from autofit.tuning.study import begin_foreseen, database_errors, driving, load_study, tell, trials_of
 from autofit.units import format_bytes, format_seconds
 from autofit.watching.contract import Promise

@@ -15,7 +15,6 @@ from autofit.tuning.comparison import NOISE_FRAC, Comparison, alike, measured_eq
 
 Goal = Literal["speed", "memory", "utilisation", "speed-at-any-tier"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
-BEST, LEANEST = "best", "leanest"  # names of trials, beside their numbers
 FASTEST: tuple[Goal, ...] = ("speed", "speed-at-any-tier")
 SLOWER_FRAC = 0.1  # goal memory: how much slower than the fastest that fits a config may be
 BAND = (0.75, 0.85)  # goal utilisation: shares of the target to fill (notes of seed 002)

@@ -21,7 +21,6 @@ from urllib.parse import unquote
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest, option, quoted
 from autofit.files import other_writers, read_json, regular_bytes, write_json
-from autofit.tuning.frontier import BEST, LEANEST
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -283,7 +282,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 # -- names of studies and trials, looked up at once --------------------------------------------------------------------
 
 
-NAMES = (BEST, LEANEST)  # of trials, beside their numbers
+NAMES = BEST, LEANEST = "best", "leanest"  # of trials, beside their numbers
 _WAIT_S = 0.1  # for a writer; whoever opens the database waits as long as it takes
 _STUDIES = (
     "SELECT study_name, study_id FROM studies LEFT JOIN study_user_attributes AS kept USING (study_id) "
