@@ -20,7 +20,7 @@ from autofit.forecast import worker
 from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.predictions import Shape, Structure, without
+from autofit.forecast.predictions import LARGE, Shape, Sorted, Structure, without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
@@ -262,15 +262,17 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "chosen"),
+    ("tokens", "hidden", "padded", "chosen"),
     [
-        (1024, 2048, (3, 4)),  # two samples have as many tokens as the model has features
-        (1024, 2304, (2, 3)),
-        (1000, 2048, (2, 3)),
+        (1024, 2048, False, (3, 4)),  # two samples have as many tokens as the model has features
+        (1024, 2304, False, (2, 3)),
+        (1000, 2048, False, (2, 3)),
+        (2048, 512, False, (1, 2)),
+        (2048, 512, True, (2, 3)),  # one sample alone has no padding, and another kernel of attention
     ],
 )
 def test_samples_of_a_trace_have_tokens_that_are_no_size_of_the_model(
-    tokens: int, hidden: int, chosen: tuple[int, int]
+    tokens: int, hidden: int, padded: bool, chosen: tuple[int, int]
 ) -> None:
     """With 2,048 tokens before 2,048 features the products were forecast 3.7 times too fast, and the update 19 %."""
     config = Qwen3Config(
@@ -279,8 +281,19 @@ def test_samples_of_a_trace_have_tokens_that_are_no_size_of_the_model(
     )  # fmt: skip
     structure = worker.Structure(
         trainer="sft", keys=BatchKeys(micro_batch="b", accumulation="a"), tile_tokens=4096, values={}, device="sim:l4",
-        worst_case="", large=False, reused=False, varies_rank=False, ranges={}, hold_out={},
+        worst_case="", large=False, padded=padded, reused=False, varies_rank=False, ranges={}, hold_out={},
     )  # fmt: skip
     vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens})
     base = structure._base().micro_batch
     assert (base, structure._wider(base)) == chosen
+
+
+def test_a_micro_batch_of_samples_has_a_model_of_its_own_above_a_tile_of_the_loss() -> None:
+    keys = BatchKeys(micro_batch="per_device_train_batch_size", accumulation="gradient_accumulation_steps")
+    resolved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    recipe = Recipe(trainer="sft", values={}, resolved=resolved, keys=keys, longest_sample_tokens=2048,
+                    tile_tokens=4096)  # fmt: skip
+    found = Sorted(Space.of(recipe, (KNOBS[0],)), {})
+    micros = {dict(structure)[LARGE]: sorted(found.shapes[place].micro for place in places)
+              for structure, places in found.places.items()}  # fmt: skip
+    assert micros == {False: [1, 2], True: [4, 8, 16]}

@@ -286,7 +286,7 @@ def unique(shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], list[int]]:
 
 def _is_large(recipe: Recipe, shape: Shape) -> bool:
     """Whether a micro-batch has more tokens than one tile of the loss."""
-    tokens = shape.completion if recipe.generates else recipe.longest_prompt_tokens or 0
+    tokens = shape.completion if recipe.generates else recipe.longest_sample_tokens or 0
     return recipe.tile_tokens is not None and shape.micro * tokens > recipe.tile_tokens
 
 

@@ -427,14 +427,15 @@ class Structure:
 
     @property
     def _usual_samples(self) -> tuple[int, range]:
-        """(as many as there are mostly, all that the tile of the loss allows)."""
+        """(as many as there are mostly, all that the tile of the loss allows); one alone has no padding."""
         if self.tile_tokens is None:
             return 3, range(2, 8)
         within = self.tile_tokens // self._sample_tokens
         if self.large:
             least = max(3, within + 1)
             return least, range(least, within + 8)
-        return max(1, min(3, within // 2)), range(1, max(2, within))
+        least = 2 if self.padded else 1
+        return max(least, min(3, within // 2)), range(least, max(least + 1, within))
 
     @property
     def _generates(self) -> bool:
