@@ -261,6 +261,15 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
     assert told.live_bytes == pytest.approx([16e9 + 5e6 * s.micro * (512 + s.completion) for s in shapes])
 
 
+def test_a_sketch_of_samples_without_completions_holds_as_many_as_a_micro_batch_has() -> None:
+    model = cast(MassModel, Law({}))
+    shapes = tuple(Shape(micro, 1, 1, 0, 0) for micro in (2, 16))
+    found = Sketched.of(model, 1, shapes, completion=0, chunk=1)
+    alone = [model.peaks({"B": np.array([float(shape.micro)])}, 1)["update"][0] for shape in shapes]
+    assert found.peaks["update"] == pytest.approx(alone)
+    assert alone[0] < alone[1]
+
+
 @pytest.mark.parametrize(
     ("tokens", "hidden", "padded", "chosen"),
     [
@@ -297,3 +306,12 @@ def test_a_micro_batch_of_samples_has_a_model_of_its_own_above_a_tile_of_the_los
     micros = {dict(structure)[LARGE]: sorted(found.shapes[place].micro for place in places)
               for structure, places in found.places.items()}  # fmt: skip
     assert micros == {False: [1, 2], True: [4, 8, 16]}
+
+
+def test_a_model_that_fails_its_test_in_bytes_and_in_seconds_tells_both() -> None:
+    model = cast(MassModel, Law({}))
+    assert Made(model=model, mismatch=0.0274, seconds_mismatch=-0.651).problem == (
+        "a training traced as a test took 2.74% more or less memory than was forecast, and had an update that was "
+        "forecast 65% too short"
+    )
+    assert Made(model=model).problem == ""

@@ -599,7 +599,7 @@ TRL = {
     "learning_rate": 2e-6, "max_grad_norm": 0.5, "epsilon": 0.1, "epsilon_high": 0.28, "beta": 0.04,
     "loss_type": "dr_grpo", "scale_rewards": "none", "lr_scheduler_type": "linear", "dtype": "bfloat16",
     "use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "vllm_tensor_parallel_size": 2, "max_steps": 100,
-    "gradient_checkpointing": True, "use_peft": False, "launch": Launch(ranks=8, sharding="fsdp2").to_values(),
+    "activation_checkpointing": False, "use_peft": False, "launch": Launch(ranks=8, sharding="fsdp2").to_values(),
 }  # fmt: skip
 
 
@@ -619,6 +619,7 @@ def test_a_grpo_trial_goes_to_verl_with_its_batch_and_the_differences_are_named(
     assert said[f"{ACTOR}.loss_scale_factor"] == 2048
     assert (said[f"{ACTOR}.clip_ratio_low"], said[f"{ACTOR}.clip_ratio_high"]) == (0.1, 0.28)
     assert said["trainer.total_training_steps"] == 50  # of two optimizer steps each
+    assert said["actor_rollout_ref.model.enable_gradient_checkpointing"] is False  # True in verl
     assert said["algorithm.norm_adv_by_std_in_grpo"] is False
     text = str(made)
     assert "# lr_scheduler_type linear: verl has constant and cosine" in text

@@ -61,12 +61,13 @@ class Made:
         """Why the model rules out no candidate; "" where it may."""
         if self.model is None:
             return self.reason
+        off = []
         if self.mismatch > EXACT_SHARE:
-            return f"a training traced as a test took {self.mismatch:.2%} more or less than was forecast"
+            off.append(f"took {self.mismatch:.2%} more or less memory than was forecast")
         if abs(self.seconds_mismatch) > SECONDS_SHARE:
             way = "short" if self.seconds_mismatch < 0 else "long"
-            return f"the update of a training traced as a test was forecast {abs(self.seconds_mismatch):.0%} too {way}"
-        return ""
+            off.append(f"had an update that was forecast {abs(self.seconds_mismatch):.0%} too {way}")
+        return f"a training traced as a test {', and '.join(off)}" if off else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

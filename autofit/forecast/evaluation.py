@@ -174,7 +174,8 @@ class Sketched:
         steps = np.full(len(shapes), float(completion))
         micro = np.array([s.micro for s in shapes], float)
         generated = np.array([s.generated / chunk for s in shapes], float)
-        longer = np.array([(prompt + s.completion) / max(1, prompt + completion) for s in shapes])
+        own = prompt + completion  # 0 of a trainer that does not generate
+        longer = np.array([(prompt + s.completion) / own if own else 1.0 for s in shapes])
         at_micro, at_rollout = (
             (model.peaks({"B": longer * b}, layers), model.seconds({"B": b}, layers, steps)) for b in (micro, generated)
         )

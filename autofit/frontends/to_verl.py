@@ -28,6 +28,7 @@ _SAME: Mapping[str, str] = {
     "temperature": f"{_R}.temperature",
     "epsilon": f"{_A}.clip_ratio_low",
     "gradient_checkpointing": f"{_M}.enable_gradient_checkpointing",
+    "activation_checkpointing": f"{_M}.enable_gradient_checkpointing",  # its name in transformers 5
     "seed": "data.seed",
 }
 _OF_VLLM = {
