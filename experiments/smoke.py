@@ -52,7 +52,7 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "seeds": ["experiments/seeds/run.py", "--only", "003_bf16"],
     "storm": ["-m", "experiments.storm", "--inputs", "100", "--torn", "1", "--kills", "1", "--minutes", "1"],
     "tabular": ["-m", "experiments.tabular.searches"],
-    "tuners": ["-m", "experiments.tuners", "--only", "autofit"],
+    "tuners": ["-m", "experiments.tuners", "--only", "autofit search"],
     "two_cards": ["-m", "experiments.two_cards.program", "mistral-7b/full/2", "out.json"],
     "verl_boundaries": ["experiments/verl_boundaries/run.py", "1"],
     "verl_logs": ["experiments/verl_logs/run.py", "1"],

@@ -10,6 +10,7 @@ checkpoint in the middle and a resume from it. Both count every storage from the
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -152,6 +153,7 @@ def _recipe(trainer: str, folder: Path, model: Path, changes: Mapping[str, objec
 def _server(folder: Path) -> Iterator[Any]:
     from autofit.probing.fork_server import ForkServer
 
+    os.environ["PYTHONPATH"] = str(HERE)  # of the fork server, whose children run this module's functions
     server = ForkServer(folder / "warm")
     try:
         yield server
@@ -162,7 +164,7 @@ def _server(folder: Path) -> Iterator[Any]:
 def _call(server: Any, entry: str, path: Path, folder: Path, log: str) -> None:
     server.call({
         "entry": entry, "argument": str(path), "cwd": str(folder), "log": str(folder / log), "deadline_s": 900.0,
-        "env": {"PYTHONPATH": str(HERE)},
+        "env": {},
     })  # fmt: skip
 
 
