@@ -100,6 +100,7 @@ def train_in_full(request_path: str) -> int:
     from autofit.plugin.registry import load
     from autofit.probing.memory import CpuMemory, merged
     from autofit.probing.worker import PhaseRecorder
+    from autofit.promotion.checkpoints import own_checkpoints
 
     asked: Any = read_json(Path(request_path))
     output, memory = Path(asked["output"]), CpuMemory(None)
@@ -113,7 +114,7 @@ def train_in_full(request_path: str) -> int:
     gc.collect()
     recorder.enter("resume")
     run = load(asked["trainer"]).build(asked["values"], task)
-    run.train(_until(recorder, STEPS), resume_from=output / f"checkpoint-{SAVE_AT}")
+    run.train(_until(recorder, STEPS), resume_from=own_checkpoints(output) / f"checkpoint-{SAVE_AT}")
     recorder.enter("end")
     memory.stop()
     peaks = {p.name: p.peak_allocated_bytes for p in merged(recorder.peaks)}
