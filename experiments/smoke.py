@@ -30,7 +30,7 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "field": ["-m", "experiments.field", "--only", "trl-3678-20gb", "--no-notes", "--no-advice"],
     "frontends/examples": ["-m", "experiments.frontends.examples"],
     "frontends/recipes": ["-m", "experiments.frontends.recipes"],
-    "full_run/overhead": ["experiments/full_run/overhead.py", "--pairs", "2"],
+    "full_run/overhead": ["experiments/full_run/overhead.py", "--pairs", "4"],
     "full_run/peak": ["experiments/full_run/peak.py", "--only", "sft"],
     "key_tables": ["-m", "experiments.key_tables"],
     "large_study": ["experiments/large_study/run.py", "--trials", "20", "--samplers", "random", "--short", "5"],

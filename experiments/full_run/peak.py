@@ -100,7 +100,7 @@ def train_in_full(request_path: str) -> int:
     from autofit.plugin.registry import load
     from autofit.probing.memory import CpuMemory, merged
     from autofit.probing.worker import PhaseRecorder
-    from autofit.promotion.checkpoints import own_checkpoints
+    from autofit.plugin.protocol import own_checkpoints
 
     asked: Any = read_json(Path(request_path))
     output, memory = Path(asked["output"]), CpuMemory(None)
