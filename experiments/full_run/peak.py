@@ -96,11 +96,10 @@ def measured(
 def train_in_full(request_path: str) -> int:
     """The full training, in a child of its own: to the middle, then from its checkpoint to the end."""
     from autofit.files import read_json, write_json
-    from autofit.plugin.protocol import LOAD, Task
+    from autofit.plugin.protocol import LOAD, Task, own_checkpoints
     from autofit.plugin.registry import load
     from autofit.probing.memory import CpuMemory, merged
     from autofit.probing.worker import PhaseRecorder
-    from autofit.plugin.protocol import own_checkpoints
 
     asked: Any = read_json(Path(request_path))
     output, memory = Path(asked["output"]), CpuMemory(None)
