@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-_SHORT = "search_efficiency/run.py --samplers autofit --seeds 1 --probes 2 --workers 1 --no-plot"
 _WHOLE_RUN = "ms-swift-2024/lora qwen-1_8b-chat, Max Length 2048"
 COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "acceptance": ["-m", "experiments.acceptance", "status"],
@@ -46,7 +45,8 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "ranks/scaling": ["-m", "experiments.ranks.scaling"],
     "rates/bandwidth": ["experiments/rates/bandwidth.py"],
     "rates/fsdp_hooks": ["experiments/rates/fsdp_hooks.py"],
-    "search_efficiency": [f"experiments/{_SHORT.split()[0]}", *_SHORT.split()[1:]],
+    "search_efficiency": ["experiments/search_efficiency/run.py", "--samplers", "autofit", "--seeds", "1", "--probes",
+                          "2", "--workers", "1", "--no-plot"],
     "search_efficiency/cpu": ["experiments/search_efficiency/cpu.py", "--seeds", "1", "--probes", "2"],
     "search_efficiency/scale": ["experiments/search_efficiency/scale.py"],
     "seeds": ["experiments/seeds/run.py", "--only", "003_bf16"],

@@ -171,10 +171,9 @@ def search(
             server = fork_server(asked.folder)
             try:
                 run = _Run(asked, server, on_event or silent, on_progress, on_result, on_advice)
-                studied, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
+                result, stop = run.to_its_end(confirming=confirm, mirroring=mlflow, advising=advice)
             finally:
                 server.close()
-        result = read_result(asked.folder, studied, stop=stop)
         if stop.kind is StopKind.BROKEN:
             raise EnvironmentFault(f"{result.why}; mend that and run the same command again")
         return result
@@ -229,8 +228,8 @@ class _Run:
         self._tell, self._on_progress = on_event, on_progress
         self._on_result, self._on_advice = on_result, on_advice
 
-    def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[str, Stop]:
-        """(the study's name, why the search ended): plan, predict, probe, confirm."""
+    def to_its_end(self, *, confirming: bool, mirroring: bool, advising: bool) -> tuple[SearchResult, Stop]:
+        """(the result, why the search ended): plan, predict, probe, confirm."""
         planned = make_plan(self._asked, self._server, self._tell)
         with _database_made(self._asked.folder):  # beside the forecast, which other processes compute
             planned, forecast = self._forecast_as_evaluated(planned)
@@ -280,15 +279,15 @@ class _Run:
                 driver.interrupt()
                 stop = _INTERRUPTED
             _keep_sensitivity(planned, study, forecast)
-            self._tell_result(plan, stop)
+            hears = None if stop.kind in (StopKind.INTERRUPTED, StopKind.BROKEN) else self._on_result
+            if hears is not None:
+                hears(read_result(plan.folder, plan.name, stop=stop))
             if advising and stop.kind is not StopKind.INTERRUPTED and not self._keep_outside(plan, study, ahead):
-                stop = _INTERRUPTED
-            self._tell_result(plan, stop)
-        return plan.name, stop
-
-    def _tell_result(self, plan: Plan, stop: Stop) -> None:
-        if self._on_result is not None and stop.kind not in (StopKind.INTERRUPTED, StopKind.BROKEN):
-            self._on_result(read_result(plan.folder, plan.name, stop=stop))
+                stop, hears = _INTERRUPTED, None
+            result = read_result(plan.folder, plan.name, stop=stop)
+            if hears is not None:
+                hears(result)
+        return result, stop
 
     def _note(self, text: str, *, label: str = "") -> None:
         self._tell(Event(text=text, label=label))

@@ -283,9 +283,9 @@ def search(options: argparse.Namespace) -> int:
         )  # fmt: skip
         bar.end()
     options.json |= options.stream
-    if options.json or not display.results:
+    if options.json or not display.heard:
         return show_result(options, result)
-    if len(display.results) == 1:
+    if display.heard == 1:
         show_rest(options, result)
     return exit_code(result.stop, fits=result.winner is not None)
 
@@ -337,7 +337,7 @@ class _Display:
         self._status: Status | None = None
         self._moving: _Moving | None = None
         self._bar = bar
-        self.results: list[SearchResult] = []  # those heard: at most the one before the advice, and the one with it
+        self.heard = 0  # results: at most the one before the advice, and the one with it
         bar.begin(READING)
 
     @property
@@ -374,8 +374,8 @@ class _Display:
         """Show the verdict, and with the second result the rest, before MLflow has both."""
         self._still()
         self._bar.end()
-        self.results.append(found)
-        is_verdict = len(self.results) == 1
+        self.heard += 1
+        is_verdict = self.heard == 1
         if self._streaming:
             if is_verdict:
                 stream("verdict", found.to_dict())

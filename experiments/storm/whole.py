@@ -157,9 +157,8 @@ def _try(forks: Forks, template: Path, home: Path, seed: int, number: int, found
     interrupted = interrupted_s is not None or words[0] in _WORKS
     for what in _wrong(code, said, home, interrupted=interrupted):
         found.add_wrong(f"{words[0] if words else ''}: {what}", (seed, number, words, changed, said[-1500:]))
-    shutil.rmtree(
-        home, ignore_errors=True
-    )  # a mirror that is still at work there may make it anew: no input has its name
+    # A mirror that is still at work there may make it anew: no other input has its name.
+    shutil.rmtree(home, ignore_errors=True)
 
 
 def _interruptions(command: str) -> float:
