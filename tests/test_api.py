@@ -366,7 +366,7 @@ def test_an_estimate_is_the_object_that_the_command_prints(tiny_recipe: Path) ->
     assert found.fits
     assert found.to_dict()["device_used_bytes"] == found.device_used_bytes
     assert {f.name for f in fields(found.phases[0])} >= {"name", "peak_allocated_bytes"}
-    assert "it fits" in str(found)
+    assert "It fits" in str(found)
     assert "<table>" in found._repr_html_()
     assert isinstance(found.plot(), Figure)
     with pytest.raises(FrozenInstanceError):

@@ -105,11 +105,12 @@ def test_bytes_of_a_later_peak_are_not_told_of_the_phase_that_stops() -> None:
 
 def test_a_fit_with_less_to_spare_than_the_error_is_tight_and_says_what_decides_and_what_makes_it_safe() -> None:
     roomy = check(result(10 * GB))
-    assert roomy.line.startswith("fits: 10.00 GB of 23.68 GB used, up to 10.6")
+    assert roomy.line.startswith("fits: 10.00 GB of 23.68 GB used. Up to 10.6")
     assert (roomy.tight, len(roomy.parts())) == (False, 1)
     edge = check(result(CARD.capacity_bytes * 97 // 100))
     assert (edge.verdict, edge.fits, edge.tight, edge.to_dict()["tight"]) == ("tight", True, True, True)
-    assert "allowing for the largest error seen so far, in update of sample 4,812" in edge.line
+    assert " used, in update of sample 4,812" in edge.line
+    assert edge.line.endswith("allowing for the largest error seen so far. A step takes 3.00 s.")
     _, decides, safe = map(str, edge.parts())
     assert decides == "What decides: the live tensors of the update, 22.97 GB with the CUDA context."
     assert safe.startswith("It is safe with 0.74 GB less, or where 24.4")
@@ -174,7 +175,7 @@ def test_a_card_that_the_allocators_cache_fills_is_not_told_as_nearly_full() -> 
     full = replace(result(CARD.capacity_bytes), least_capacity_bytes=CARD.capacity_bytes * 9 // 10)
     found = check(full)
     assert (found.verdict, found.fits) == ("fits", True)
-    assert found.line.startswith("fits: 21.32 GB of 23.68 GB needed, up to 22.70 GB allowing")
+    assert found.line.startswith("fits: 21.32 GB of 23.68 GB needed, in update of sample 4,812")
     assert str(found.parts()[1]).startswith(
         "The card will look full, with 23.68 GB: PyTorch keeps blocks that the update"
     )

@@ -197,9 +197,9 @@ def test_a_figure_is_a_picture_in_a_notebook_without_pyplot() -> None:
 @pytest.mark.parametrize(
     ("phase_s", "words"),
     [
-        ({}, "a step takes 3.00 s (rollout 2.00 s); "),
-        ({"rollout": 1.97, "scoring": 0.03}, "a step takes 3.00 s (rollout 2.00 s); "),
-        ({"rollout": 1.5}, "a step takes 3.00 s (2.00 s before the update); "),
+        ({}, " A step takes 3.00 s (rollout 2.00 s). "),
+        ({"rollout": 1.97, "scoring": 0.03}, " A step takes 3.00 s (rollout 2.00 s). "),
+        ({"rollout": 1.5}, " A step takes 3.00 s (2.00 s before the update). "),
     ],
 )
 def test_the_seconds_of_a_rollout_are_not_told_as_those_of_a_phase_of_the_table(

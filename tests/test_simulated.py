@@ -176,7 +176,7 @@ def test_estimate_prints_the_keys_that_programs_read_and_a_picture(
     assert (tiny_recipe.parent / "p.png").read_bytes().startswith(b"\x89PNG")
     assert main(["estimate", "run.yaml", "--gpu", "l4", "--target-vram", "240MB"]) == 1
     shown = capsys.readouterr().out
-    assert "it does not fit: it needs" in shown
+    assert "It does not fit: it needs" in shown
     assert "settings makes it fit; the closest change exceeds the limit by" in shown
 
 

@@ -15,11 +15,11 @@ from autofit.api.reading import Given
 from autofit.forecast.advice import ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import Crash, Estimator, crash_of
-from autofit.forecast.margin import care_lines, is_safe, is_tight, most_used_bytes, shown_bytes, used_words
+from autofit.forecast.margin import care_lines, is_safe, is_tight, most_used_bytes, shown_bytes, step_words, used_words
 from autofit.probing.result import ProbeResult, ProbeStatus
 from autofit.recipe.as_of import Then
 from autofit.recipe.launching import launch_options
-from autofit.units import format_bytes, format_seconds
+from autofit.units import format_bytes
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -97,11 +97,11 @@ class Check(Predicted):
 
     @property
     def line(self) -> str:
-        """The verdict and why, in one line."""
+        """The verdict and why, in short sentences; where it does not fit, the place where it stops."""
         if not self.fits and self.crash is not None:
             return f"does not fit: {self.crash.where}{self._over(self.crash)}"
         where = "" if self.crash is None else f", in {self.crash.where}"
-        return f"{self.verdict}: {used_words(self.result, self.capacity_bytes)}{where}{self._step}"
+        return f"{self.verdict}: {used_words(self.result, self.capacity_bytes, where)}{step_words(self.result)}"
 
     def _over(self, crash: Crash) -> str:
         """By how much it does not fit: that is so at the peak of all phases, which may come after it has stopped."""
@@ -111,14 +111,6 @@ class Check(Predicted):
         phases = {phase.name: phase.peak_allocated_bytes for phase in self.result.phases}
         last = max(phases, key=lambda name: phases[name], default=crash.phase)
         return f", {over}" if last == crash.phase else f"; {over} at the peak, in {last}"
-
-    @property
-    def _step(self) -> str:
-        step_s, interval = self.result.median_step_s, self.result.step_s_interval
-        if step_s is None:
-            return ""
-        around = "" if interval is None else f" ({format_seconds(interval[0])} to {format_seconds(interval[1])})"
-        return f"; a step takes {format_seconds(step_s)}{around}"
 
     def advice_parts(self) -> list[str]:
         """What to change, a line each; [] where it fits, or nothing was looked for."""

@@ -139,13 +139,13 @@ class Estimate(Predicted):
         return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then, **theirs, **steps}
 
     def parts(self) -> list[Table | str]:
-        """The phases by category, whether it fits, and what would make it fit, or faster."""
-        table, sentence = estimate_table(self.result, self.capacity_bytes)
+        """Whether it fits, the phases by category, and what would make it fit, or faster."""
+        table, verdict = estimate_table(self.result, self.capacity_bytes)
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
         older = then_lines(self.then, self.result, self.capacity_bytes)
         older += [] if self.theirs is None else self.theirs.lines(self.today)
-        return [table, sentence, *careful, *halves, *older, *self.of_typical, *self.advice_parts(), *self.noted]
+        return [verdict, *careful, table, *halves, *older, *self.of_typical, *self.advice_parts(), *self.noted]
 
     @property
     def today(self) -> Today:

@@ -18,7 +18,7 @@ from autofit.folding import Folding
 from autofit.forecast.advice import WANTED, Advice, Ending, advice_json, cheapest_changes, within
 from autofit.forecast.change import Tell, Trier, faster_changes, other_card
 from autofit.forecast.levers import Levers
-from autofit.forecast.margin import is_safe, is_tight, most_used_bytes, shown_bytes, used_words
+from autofit.forecast.margin import is_safe, is_tight, most_used_bytes, shown_bytes, step_words, used_words
 from autofit.forecast.step_picture import categories_of, in_order
 from autofit.hardware.hardware import Device
 from autofit.plugin.protocol import EVALUATION, IN_ORDER, LOAD, LOG_PROBS, OPTIMIZER, ROLLOUT, SCORING, UPDATE
@@ -164,7 +164,7 @@ _NEARLY_ALL = 0.95
 
 
 def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str]:
-    """A table of phases by category, and one sentence: whether it fits, missing bytes, and the largest category."""
+    """A table of phases by category, and the verdict: whether it fits, missing bytes, and the largest category."""
     names = [n for n in categories_of(result.categories) if any(n in c for c in result.categories.values())]
     table = Folding(title=f"{result.device_name}, {result.fidelity}")
     table.add_column("phase")
@@ -176,13 +176,13 @@ def estimate_table(result: ProbeResult, capacity_bytes: int) -> tuple[Table, str
         cells = [format_bytes(bytes_of[n]) if n in bytes_of else "-" for n in names]
         took = [format_seconds(result.phase_s[phase.name]) if phase.name in result.phase_s else "-"] if timed else []
         table.add_row(phase.name, *took, format_bytes(phase.peak_allocated_bytes), *cells)
-    return table, _sentence(result, capacity_bytes)
+    return table, _verdict(result, capacity_bytes)
 
 
-def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
+def _verdict(result: ProbeResult, capacity_bytes: int) -> str:
     least = result.least_capacity_bytes
     if result.status is not ProbeStatus.FIT and (least is None or not result.phases):
-        return f"it does not fit: {result.reason or f'out of memory in {result.oom_phase}'}."
+        return f"It does not fit: {result.reason or f'out of memory in {result.oom_phase}'}."
     top = max(result.phases, key=lambda p: p.peak_allocated_bytes)
     held = result.categories.get(top.name, {})
     largest = max(held, key=lambda name: held[name]) if held else "?"
@@ -191,16 +191,10 @@ def _sentence(result: ProbeResult, capacity_bytes: int) -> str:
         verdict += f": {used_words(result, capacity_bytes)}"
     else:
         over = format_bytes((least or 0) - capacity_bytes)
-        verdict = f"does not fit: it needs {format_bytes(least or 0)}, {over} over the limit"
-    step_s = result.median_step_s
-    times = ""
-    if step_s is not None:
-        times = f"; a step takes {format_seconds(step_s)}{_before_the_update(result)}"
-        if result.step_s_interval is not None:
-            low_s, high_s = result.step_s_interval
-            times += f", in 9 of 10 cases {format_seconds(low_s)} to {format_seconds(high_s)}"
+        verdict = f"does not fit: it needs {format_bytes(least or 0)}, {over} over the limit."
+    times = step_words(result, _before_the_update(result)) if result.step_s else ""
     share = f"{held[largest] / top.peak_allocated_bytes:.0%}" if held else "?"
-    return f"it {verdict}{times}; the peak is in {top.name}, and its largest part is {largest} ({share})."
+    return f"It {verdict}{times} The peak is in {top.name}, and its largest part is {largest} ({share})."
 
 
 def _before_the_update(result: ProbeResult) -> str:

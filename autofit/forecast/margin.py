@@ -16,7 +16,7 @@ from autofit.probing.result import Fidelity, ProbeResult, ProbeStatus
 from autofit.recipe.findings import clashes
 from autofit.recipe.keys import ALLOCATOR, GROWING, GROWS
 from autofit.recipe.recipe import Recipe, inner_value, merge
-from autofit.units import format_bytes
+from autofit.units import format_bytes, format_seconds
 
 WORST_ERROR_FRAC = 0.0623  # of the measured bytes, where the prediction is below them
 
@@ -79,12 +79,24 @@ def shown_bytes(result: ProbeResult, capacity_bytes: int) -> tuple[int, str]:
     return used, "used"
 
 
-def used_words(result: ProbeResult, capacity_bytes: int) -> str:
-    """`77.02 GB of 84.93 GB needed, up to 82.10 GB allowing for the largest error seen so far`."""
+def used_words(result: ProbeResult, capacity_bytes: int, where: str = "") -> str:
+    """`77.02 GB of 84.93 GB needed. Up to 82.10 GB, allowing for the largest error seen so far.`"""
     count, what = shown_bytes(result, capacity_bytes)
     most = format_bytes(most_used_bytes(count, result.device))
-    of = f"{format_bytes(count)} of {format_bytes(capacity_bytes)} {what}"
-    return f"{of}, up to {most} allowing for the largest error seen so far"
+    of = f"{format_bytes(count)} of {format_bytes(capacity_bytes)} {what}{where}"
+    return f"{of}. Up to {most}, allowing for the largest error seen so far."
+
+
+def step_words(result: ProbeResult, before: str = "") -> str:
+    """` A step takes 1m45s (rollout 1m23s), in 9 of 10 cases 1m18s to 2m20s.`; "" where its seconds are not known.
+
+    `before` names a part of it.
+    """
+    step_s, interval = result.median_step_s, result.step_s_interval
+    if step_s is None:
+        return ""
+    low_high = "" if interval is None else f", in 9 of 10 cases {' to '.join(map(format_seconds, interval))}"
+    return f" A step takes {format_seconds(step_s)}{before}{low_high}."
 
 
 def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:

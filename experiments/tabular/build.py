@@ -6,23 +6,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from autofit.api.planning import Request, make_plan
+from autofit.api.planning import Planned, Request, make_plan
 from autofit.api.reading import fork_server
 from autofit.forecast.forecast import Forecaster
 from autofit.forecast.predictions import without_offload
 from autofit.probing.prepare import worst_case_path
 from autofit.recipe.keys import TIERS
+from autofit.space.space import Space
 from autofit.tuning.candidates import Grid
 from experiments.peers.__main__ import commit
 
@@ -49,20 +52,26 @@ def main() -> None:
         )
 
 
-def forecast(told: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A table: knobs with their values, and for each candidate the indices of its values, MB, milliseconds, source."""
+@contextlib.contextmanager
+def forecaster_of(told: dict[str, Any], folder: Path) -> Iterator[tuple[Planned, Space, Forecaster]]:
+    """The plan of the recipe's search, its space, and what forecasts it."""
     server = fork_server(folder)
     try:
         planned = make_plan(asked(told, folder), server)
-        plan = planned.plan
-        space = without_offload(plan.space)  # as the search: a simulated card does not say what an offload takes
-        forecaster = Forecaster(
-            device=plan.device, worst_case=worst_case_path(planned.scratch), server=server,
+        space = without_offload(planned.plan.space)  # a simulated card does not say what an offload takes
+        yield planned, space, Forecaster(
+            device=planned.plan.device, worst_case=worst_case_path(planned.scratch), server=server,
             scratch=planned.scratch / "forecasts", kept=folder / "kept",
         )  # fmt: skip
-        made = forecaster.forecast(space, limit_bytes=plan.limit_bytes)
     finally:
         server.close()
+
+
+def forecast(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A table: knobs with their values, and for each candidate the indices of its values, MB, milliseconds, source."""
+    with forecaster_of(told, folder) as (planned, space, forecaster):
+        plan = planned.plan
+        made = forecaster.forecast(space, limit_bytes=plan.limit_bytes)
     known, grid = made.predictions, Grid.of(space)
     assert plan.limit_bytes is not None  # the card's
     assert known.candidates == grid.candidates
