@@ -357,7 +357,8 @@ def changed_bytes(
 def _changed(
     phase: str, peaks: Mapping[str, Floats], effects: Sequence[tuple[Sketched, Sketched]], *, multiplied: bool
 ) -> Floats:
-    name = plain(phase)
+    known = any(phase in each.peaks for pair in effects for each in pair)
+    name = phase if known else plain(phase)
     brings = [
         place for place, (before, after) in enumerate(effects) if name in after.peaks.keys() - before.peaks.keys()
     ]
@@ -366,8 +367,8 @@ def _changed(
     for place, (before, after) in enumerate(effects):
         if place == first:
             continue
-        known = name in before.peaks or name in after.peaks
-        old, new = (each.peaks.get(name, 0 * found) if known else each.held_bytes for each in (before, after))
+        has_phase = name in before.peaks or name in after.peaks
+        old, new = (each.peaks.get(name, 0 * found) if has_phase else each.held_bytes for each in (before, after))
         scaled = found * new / np.maximum(old, 1.0)
         found = np.where(old > 0, scaled, found + new) if multiplied else found + new - old
     return found
@@ -378,7 +379,8 @@ def _change_seconds(
 ) -> None:
     """Multiply each segment by the ratio of its sketches; a segment that only the setting has is added."""
     for segment in (*seconds, *_new(seconds, after)):
-        old, new = before.get(plain(segment)), after.get(plain(segment))
+        name = segment if segment in before or segment in after else plain(segment)
+        old, new = before.get(name), after.get(name)
         if old is not None:
             ratio = (0.0 if new is None else new) / np.maximum(old, 1e-12)
             seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) * ratio

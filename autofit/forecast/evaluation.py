@@ -11,7 +11,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.seconds import DECODE, REPEATED
 from autofit.forecast.predictions import LATER, Shape
-from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SYNC, UPDATE, WAKE_UP
+from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 
 Engine = VllmEngine | PagedBatching
 _ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
@@ -132,14 +132,16 @@ def live_bytes(peaks: Mapping[str, Floats], shapes: Sequence[Shape]) -> Floats:
 def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()) -> Floats:
     """How often `segment` runs in an optimizer step, of all the `segments` that a model tells apart.
 
-    The update of the first micro-batch makes the gradients, to which later ones add theirs.
+    The update of the first micro-batch makes the gradients, to which later ones add theirs. Without completions there
+    are no rollouts, and what is scored before the training (DPO's reference) is one micro-batch after the other.
     """
     accumulation = np.array([s.accumulation for s in shapes], float)
     if segment == UPDATE + LATER:
         return accumulation - 1.0
     if segment == UPDATE and UPDATE + LATER in segments:
         return np.ones(len(shapes))
-    if segment.endswith(REPEATED) or segment == UPDATE:
+    scored_before = segment == SCORING and not any(s.completion for s in shapes)
+    if segment.endswith(REPEATED) or segment == UPDATE or scored_before:
         return accumulation
     return np.ones(len(shapes)) if segment in _ONCE else accumulation / np.array([s.chunk for s in shapes], float)
 

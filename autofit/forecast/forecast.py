@@ -248,8 +248,8 @@ class _Requests:
 
     @property
     def sketch_chunk(self) -> int:
-        """Micro-batches of a sketch's rollout: more than one step uses where rollouts are reused."""
-        return 2 if self._reused else 1
+        """Micro-batches of a sketch's rollout: the two of its step, or more where rollouts are reused."""
+        return 4 if self._reused else 2
 
     @property
     def _reused(self) -> bool:

@@ -40,7 +40,18 @@ from autofit.files import Scratch, write_json, written_json
 from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.predictions import LATER, Shape
 from autofit.hardware.calibration import host_costs
-from autofit.plugin.protocol import EVALUATION, LOAD, OPTIMIZER, UPDATE, Control, Report, Task, Trainer, WorstCase
+from autofit.plugin.protocol import (
+    EVALUATION,
+    LOAD,
+    OPTIMIZER,
+    SCORING,
+    UPDATE,
+    Control,
+    Report,
+    Task,
+    Trainer,
+    WorstCase,
+)
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
 from autofit.probing.simulated import layers_alike, needs_all_layers
@@ -165,8 +176,11 @@ class Recording:
         with Scratch("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
             marks.one_in_first_step = Launch.of(self.values).is_plain  # DDP makes its buckets anew at the second
-            self.trainer.build(changed, task).train(marks)
+            run = self.trainer.build(changed, task)
+            run.train(marks)
         marks.enter("end")
+        if scored := marks.scored_before:  # each step has its share of them
+            marks.repeats[SCORING] = scored * point.accumulation / run.scoring_share
         return marks
 
 
@@ -206,7 +220,9 @@ class _Marks(Report):
         self.at = LOAD
         self.second_step = 0  # number of the mark at which it begins
         self.later = False
-        self.repeats: dict[str, int] = {}
+        self.repeats: dict[str, float] = {}
+        self.scored_before = 0  # micro-batches that were scored before the training (DPO's reference)
+        self._trains = False
         self.enter(LOAD)
 
     def enter(self, phase: str) -> str:
@@ -222,6 +238,9 @@ class _Marks(Report):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        if name == SCORING and not self._trains:
+            self._measure(on=True)
+            self.scored_before += 1
         left = self.enter(name)
         if self.log.on:
             self.repeats[name] = self.repeats.get(name, 0) + 1
@@ -234,10 +253,11 @@ class _Marks(Report):
         A micro-batch of the second that is like the first's is played from it, so that one is recorded too.
         """
         self.later, is_second = False, step == 1
+        self._trains = True
         self._measure(on=True)
         self._gpu.skips_rollouts = self._samples_each_step and not is_second
         if is_second:
-            self.log.restart()
+            self.log.restart(kept=SCORING if self.scored_before else "")
             self.repeats = {UPDATE: 1, UPDATE + LATER: self._accumulation - 1}
             self.second_step = len(self.marks)
         self.enter(UPDATE)
@@ -368,7 +388,7 @@ class Structure:
         return (model, *self._held_out(model, seen))
 
     def _sketched(self) -> MassModel:
-        """A model of the micro-batch alone: three traces, one micro-batch a step, at the recipe's completion and rank.
+        """A model of the micro-batch alone: three traces, two micro-batches a step, at the recipe's completion and rank.
 
         The first of its two depths is also the base of the variation.
         """
@@ -376,7 +396,7 @@ class Structure:
         micro = self._base().micro_batch
         base = Point(
             micro_batch=micro, completion=own.get("C", 0), rank=own["r"] if self.varies_rank else None,
-            accumulation=1, chunk=own["chunk"],
+            accumulation=2, chunk=own["chunk"],
         )  # fmt: skip
         stacks = [None if self.stack is None else replace(self.stack, traced_units=units) for units in DEPTHS]
         wider = self._wider(micro)

@@ -79,7 +79,7 @@ class KernelKinds:
     counts: dict[Kind, float] = field(default_factory=dict)
     infos: dict[Kind, Info] = field(default_factory=dict)
     host_counts: dict[str, HostCounts] = field(default_factory=dict)
-    repeats: Mapping[str, int] = field(default_factory=dict)  # number of recorded passes of each segment
+    repeats: Mapping[str, float] = field(default_factory=dict)  # number of recorded passes of each segment
     last_step: dict[Kind, int] = field(default_factory=dict)
     step_before: dict[Kind, int] = field(default_factory=dict)
     position: int = 0  # tokens generated before the last decode step seen
@@ -141,9 +141,10 @@ class KernelLog:
         self._hosts: dict[str, list[float]] = {}
         self._engine: VllmEngine | PagedBatching | None = None
 
-    def restart(self) -> None:
-        """Forget all that was counted."""
-        self._counts, self._hosts = {}, {}
+    def restart(self, kept: str = "") -> None:
+        """Forget all that was counted, but what the phase `kept` has."""
+        self._counts = {kind: count for kind, count in self._counts.items() if _phase(kind) == kept}
+        self._hosts = {phase: counts for phase, counts in self._hosts.items() if phase == kept}
 
     def decode_step(self, number: int) -> None:
         """Start decode step `number` of this rollout."""
@@ -207,7 +208,7 @@ class KernelLog:
         if kind not in self._infos:
             self._infos[kind] = Info(work, tuple(sizes), (1,) * len(shapes) if times is None else times)
 
-    def kinds(self, repeats: Mapping[str, int]) -> KernelKinds:
+    def kinds(self, repeats: Mapping[str, float]) -> KernelKinds:
         """The collected kernels; `repeats` is the number of passes of each phase."""
         steps = [s for s in self._steps if s]
         counts, hosts = dict[Kind, float](self._counts), {k: HostCounts(*v) for k, v in self._hosts.items()}
@@ -230,6 +231,10 @@ class KernelLog:
         if self._decoding:
             return self._step_hosts[-1]
         return self._hosts.setdefault(self.phase, list(HostCounts()))
+
+
+def _phase(kind: Kind) -> str:
+    return phase_of(KernelKinds.segment(kind))
 
 
 def _add(value: object, shapes: list[Shape], sizes: list[int]) -> None:
