@@ -388,7 +388,7 @@ class Structure:
         return (model, *self._held_out(model, seen))
 
     def _sketched(self) -> MassModel:
-        """A model of the micro-batch alone: three traces, two micro-batches a step, at the recipe's completion and rank.
+        """A model of the micro-batch alone: three traces of two micro-batches, at the recipe's completion and rank.
 
         The first of its two depths is also the base of the variation.
         """

@@ -17,6 +17,7 @@ from experiments.field.threads import read_threads
 from experiments.peers import table as peers_table
 from experiments.peers.peers import PEERS
 from experiments.peers.rows import Row, read_rows
+from experiments.tabular import whole
 
 EXPERIMENTS = Path(__file__).parents[1]
 MEASURED_AGAIN = "litgpt_a10g"  # the set of experiments/accuracy whose program the acceptance runs
@@ -160,6 +161,18 @@ def _nearest(name: str, rows: Sequence[Row], results: peers_table.Results) -> Fi
     told = f"; {statistics.median(own):.2%} with the measured program" if own else ""
     found = f"{best} {theirs:.2%} on {len(said[best])} rows, autofit {ours:.2%}{told}"
     return Figure(f"{name}: the nearest other estimator (at least two rows)", found, "5x nearer", 5 * ours <= theirs)
+
+
+def forecast_figures() -> list[Figure]:
+    """Errors of forecasts beside whole simulations of the same candidates; of some recipes as they stand."""
+    found, kept = [], _read("tabular/whole.json")
+    for key, what, most in (("bytes", "live bytes", 0.02), ("s", "seconds of a step", 0.1)):
+        sizes = sorted(map(abs, whole.errors(kept, key)))
+        near = sum(size <= most for size in sizes)
+        told = f"{statistics.median(sizes):.2%}, {sizes[-1]:.2%}; {near} of {len(sizes)} within {most:.0%}"
+        claim = f"forecasts of {len(sizes)} candidates of {len(kept)} recipes, {what}: median, worst"
+        found.append(Figure(claim, told, f">= 90% within {most:.0%}", near >= 0.9 * len(sizes)))
+    return found
 
 
 def neutrality_figures() -> list[Figure]:
