@@ -50,6 +50,9 @@ def test_the_models_of_the_field_notes_are_known_and_one_that_never_was_is_not()
         ("LLM-Research/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
         ("somebody/Llama-2-7b-hf", None),
         ("unsloth/Qwen3-9B-bnb-4bit", None),
+        ("unsloth/gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", None),  # packed itself: its experts are stored in a way of their own
+        ("unsloth/Llama-4-Scout-17B-16E-Instruct", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
     ],
 )
 def test_a_mirror_has_the_shape_of_the_model_that_it_copies(mirror: str, model: str | None) -> None:
@@ -77,10 +80,23 @@ def test_a_copy_in_4_bits_has_the_models_shape_and_says_its_quantisation(end: st
      "unsloth/gemma-4-26B-A4B-it", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct",
      "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Ministral-3-8B-Reasoning-2512",
      "microsoft/Phi-4-mini-instruct", "allenai/Olmo-3-7B-Instruct", "ibm-granite/granite-4.1-3b",
-     "LiquidAI/LFM2.5-1.2B-Instruct", "zai-org/GLM-4.7-Flash", "unsloth/DeepSeek-R1-0528-Qwen3-8B"],
+     "LiquidAI/LFM2.5-1.2B-Instruct", "zai-org/GLM-4.7-Flash", "unsloth/DeepSeek-R1-0528-Qwen3-8B",
+     "NousResearch/Hermes-3-Llama-3.1-8B", "Qwen/Qwen1.5-MoE-A2.7B", "microsoft/Phi-3.5-MoE-instruct",
+     "openai/gpt-oss-120b", "deepseek-ai/DeepSeek-R1", "CohereLabs/aya-expanse-8b", "zai-org/GLM-4.6",
+     "moonshotai/Moonlight-16B-A3B-Instruct", "mistralai/Devstral-Small-2507", "allenai/OLMo-2-0425-1B",
+     "LGAI-EXAONE/EXAONE-4.0-1.2B", "internlm/internlm3-8b-instruct", "baidu/ERNIE-4.5-0.3B-PT",
+     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"],
 )  # fmt: skip
 def test_the_families_that_people_name_are_known(name: str) -> None:
     assert catalogue.architecture(name) is not None
+
+
+def test_one_vocabulary_of_hermes_is_larger_than_its_base_model_has() -> None:
+    names = "NousResearch/Hermes-2-Pro-Llama-3-8B", "NousResearch/Hermes-3-Llama-3.1-8B"
+    pro, third = map(catalogue.architecture, names)
+    assert pro is not None
+    assert third is not None
+    assert (pro.config["vocab_size"], third.config["vocab_size"]) == (128288, 128256)
 
 
 def test_a_variant_differs_from_its_model_only_in_what_it_says() -> None:

@@ -90,6 +90,7 @@ def test_weights_that_are_stored_in_4_bits_are_read_so_whatever_says_it(tiny_rec
     assert settings.items() <= named["values"].items()  # type: ignore[attr-defined]
     assert "holds weights of 4 bits, so the recipe is read with load_in_4bit: true" in str(named["notes"])
     assert "holds gptq weights, which are simulated in 16 bits" in str(other["notes"])
+    assert str(other["notes"]).count("an upper bound") == 1
     assert named["weights_bytes"] < 0.8 * 2 * named["model_parameters"]  # type: ignore[operator]
 
 
@@ -109,6 +110,14 @@ def test_a_local_folder_is_used_as_it_is_and_a_config_alone_is_enough(tiny_model
 
 ONE_OF_EACH_TYPE = {str(a.config["model_type"]): a.config for a in map(catalogue.architecture, catalogue.names()) if a}
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 500}
+
+
+def test_weights_in_mxfp4_say_when_transformers_trains_them() -> None:
+    settings, notes = offline.quantised_already("openai/gpt-oss-20b")
+    assert settings == {}
+    assert len(notes) == 1
+    assert "holds mxfp4 weights" in notes[0]
+    assert "only unpacked, which it does by itself where the package kernels is not installed" in notes[0]
 
 
 @pytest.mark.parametrize("config", [*ONE_OF_EACH_TYPE.values(), GPT2], ids=lambda config: config["model_type"])

@@ -259,6 +259,13 @@ def unknown_model(name: str, *, simulated: bool = True, key: str = "model_name_o
     )
 
 
+# transformers 5.23, quantizers/quantizer_mxfp4.py: validate_environment, is_trainable
+_MXFP4 = (
+    "transformers trains them only unpacked, which it does by itself where the package kernels is not installed and "
+    "refuses where it is; a copy in 16 bits trains with both"
+)
+
+
 def quantised_already(name: str, **loading: Any) -> tuple[dict[str, object], tuple[str, ...]]:
     """The settings ({load_in_4bit: True, ...}) that the weights of the model `name` are stored by already; and notes.
 
@@ -274,7 +281,8 @@ def quantised_already(name: str, **loading: Any) -> tuple[dict[str, object], tup
         return {}, ()
     if found.get("quant_method") != "bitsandbytes":
         method = printable(str(found.get("quant_method")), 40)
-        return {}, (f"{name} holds {method} weights, which are simulated in 16 bits or as dtype says: an upper bound",)
+        words = f"{name} holds {method} weights, which are simulated in 16 bits or as dtype says: "
+        return {}, (words + (_MXFP4 if method == "mxfp4" else "an upper bound"),)
     bits = "4bit" if found.get("load_in_4bit") else "8bit"
     settings: dict[str, object] = {f"load_in_{bits}": True}
     if bits == "4bit":

@@ -50,7 +50,8 @@ def names() -> tuple[str, ...]:
 def architecture(name: str) -> Architecture | None:
     """The entry of the model `name`, in any case or as a mirror has it (unsloth/Meta-Llama-3.1-8B), or None.
 
-    A copy in 4 bits (unsloth/Qwen3-8B-bnb-4bit) has the model's shape and a quantization_config.
+    A copy in 4 bits (unsloth/Qwen3-8B-bnb-4bit) has the model's shape and a quantization_config. None for one of a
+    model that is packed itself (gpt-oss, DeepSeek-V3): its experts are stored in a way of its own.
     """
     found = _all()
     if name in found:
@@ -59,7 +60,7 @@ def architecture(name: str) -> Architecture | None:
     plain = next((name[: -len(end)] for end in _IN_4_BITS if model.endswith(end)), None)
     if plain is not None:
         copied = architecture(plain)
-        if copied is None:
+        if copied is None or "quantization_config" in copied.config:
             return None
         return replace(copied, name=name, config={**copied.config, "quantization_config": _NF4})
     if owner not in _MIRRORS:
