@@ -232,7 +232,7 @@ class Clock:
             rate = self.spec.host_link_bytes_per_s / self.kernels.flops_frac
             work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
             self.log.aside = stream != MAIN
-            self.log.kernel(func, (), out, work=work, times=None, by=launch())
+            self.log.kernel(func, (), out, work=work, times=(0,), by=Launch.PLAIN)
             self.log.aside = False
             if waits:
                 self._host_waits(Lane.GPU if stream == MAIN else Lane.COPIES)
@@ -263,7 +263,9 @@ class Clock:
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
             self.log.aside = not blocks
-            self.log.kernel(func, (), call.tensors, work=work, times=None, by=launch())
+            self.log.kernel(
+                func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=Launch.PLAIN
+            )
             self.log.aside = False
 
     def collective_s(self, call: Call) -> float:

@@ -75,6 +75,10 @@ class HostCounts(NamedTuple):
         launches = (self.plain, self.recorded, self.autograd)
         return self.views * costs.view_s + sum(n * costs.of(by) for by, n in zip(Launch, launches, strict=True))
 
+    def alone_s(self, costs: HostCosts) -> float:
+        """Those in which the card has nothing to do."""
+        return self.alone * costs.launch_s
+
 
 _VIEWS, _ALONE = map(HostCounts._fields.index, ("views", "alone"))
 
@@ -156,8 +160,8 @@ class KernelKinds:
 
     def alone_seconds(self, segment: str, costs: HostCosts) -> float:
         """Seconds of a pass of the segment in which the host works and the card has nothing to do."""
-        counts = self.host_counts.get(segment, HostCounts())
-        return counts.alone * costs.launch_s / max(1, self.repeats.get(segment, 1))
+        seconds = self.host_counts.get(segment, HostCounts()).alone_s(costs)
+        return seconds / max(1, self.repeats.get(segment, 1))
 
 
 class KernelLog:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class Order:
                 shares[step.kind] = shares.get(step.kind, 0.0) + step.share
         turns, before_s = [], 0.0
         for step in steps:
-            now_s, kind = step.host.seconds(costs), step.kind
+            now_s, kind = step.host.seconds(costs) + step.host.alone_s(costs), step.kind
             kernel, part = (-1, 0.0) if kind is None else (numbers[kind], passes * step.share / shares[kind])
             turns.append(Turn(now_s - before_s, tuple(map(int, step.lanes)), kernel, part, step.moment, step.waits))
             before_s = now_s
@@ -69,17 +70,20 @@ class Order:
     def seconds(self, each: Mapping[int, Floats], points: int) -> Floats:
         """Seconds of a pass at each point; `each` has those of all launches of a kernel in a pass."""
         lanes = [np.zeros(points) for _ in (HOST, COMPUTING, COPYING)]
-        moments: dict[int, Floats] = {}
-        for host_s, own, kernel, part, moment, waits in self.turns:
-            lanes[HOST] = lanes[HOST] + host_s
+        host, moments = lanes[HOST], dict[int, Floats]()
+        for host_s, own, kernel, part, moment, waits in self.turns:  # thousands
+            if host_s:
+                host += host_s
             if kernel >= 0:
-                lanes[own[0]] = np.maximum(lanes[own[0]], lanes[HOST]) + part * each[kernel]
+                lane = lanes[own[0]]
+                np.maximum(lane, host, out=lane)
+                lane += part * each[kernel]
             elif not waits:
-                moments[moment] = np.max([lanes[HOST], *(lanes[lane] for lane in own)], axis=0)
+                moments[moment] = reduce(np.maximum, (lanes[number] for number in own), host.copy())
             elif moment in moments:  # else it is of another phase, which is over
-                for lane in own:
-                    lanes[lane] = np.maximum(lanes[lane], moments[moment])
-        return np.max(lanes, axis=0) / self.passes
+                for number in own:
+                    np.maximum(lanes[number], moments[moment], out=lanes[number])
+        return np.asarray(reduce(np.maximum, lanes) / self.passes)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

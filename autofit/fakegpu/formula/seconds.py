@@ -288,11 +288,7 @@ class KernelRows:
             each = self._kernels(mine, points, order.layers)
             told.append(order.seconds(dict(zip(numbers, each.T, strict=True)), len(points)))
         low, high = self.orders[phase]
-        return np.asarray(at_depth(low, high, layers, told)[back] + self._alone_s(phase, layers))
-
-    def _alone_s(self, name: str, layers: int) -> float:
-        alone, slope = self.alone.get(name, (0.0, 0.0))
-        return alone + (layers - self.layers) * slope
+        return at_depth(low, high, layers, told)[back]
 
     def _segment(self, name: str, table: Floats, layers: int) -> Floats:
         further = layers - self.layers
@@ -304,7 +300,8 @@ class KernelRows:
         each = self._kernels(np.asarray(self.segments, dtype=str) == name, table, layers)
         host, host_slope = self.host.get(name, (0.0, 0.0))
         busy = np.maximum(each.sum(axis=1) + summed, host + further * host_slope)
-        return np.asarray(busy + self._alone_s(name, layers))
+        alone, alone_slope = self.alone.get(name, (0.0, 0.0))
+        return np.asarray(busy + alone + further * alone_slope)
 
     def _kernels(self, mine: npt.NDArray[np.bool_], table: Floats, layers: int) -> Floats:
         """Seconds of all launches of each of the kernels `mine` in a pass, (points, kernels)."""
