@@ -263,9 +263,7 @@ class Clock:
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
             self.log.aside = not blocks
-            self.log.kernel(
-                func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=Launch.PLAIN
-            )
+            self.log.kernel(func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=Launch.PLAIN)
             self.log.aside = False
 
     def collective_s(self, call: Call) -> float:

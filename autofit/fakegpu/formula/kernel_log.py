@@ -274,16 +274,24 @@ class KernelLog:
         return KernelKinds(
             counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
-            position=len(steps) - 1 if len(steps) >= 2 else 0, engine=self._engine, orders=self._orders_of_copies(hosts),
+            position=len(steps) - 1 if len(steps) >= 2 else 0, engine=self._engine,
+            orders=self._orders_of_copies(hosts),
         )  # fmt: skip
 
     def _orders_of_copies(self, hosts: Mapping[str, HostCounts]) -> dict[str, list[Step]]:
-        """The orders of the phases that have copies on a stream of their own, and no collectives; with their end."""
+        """The orders of the phases that have copies on a stream of their own, with their end.
+
+        None of a phase with collectives, or with a call that was played, whose kernels are in no order.
+        """
         beside = [KernelKinds.segment(kind) for kind in self._counts]
-        phases = {phase_of(name) for name in beside if COPIES in name} - {
-            phase_of(name) for name in beside if COLLECTIVES in name
+        phases = {phase_of(name) for name in beside if COPIES in name}
+        phases -= {phase_of(name) for name in beside if COLLECTIVES in name}
+        launched = {phase: sum(n for kind, n in self._counts.items() if _phase(kind) == phase) for phase in phases}
+        return {
+            phase: [*self._orders[phase], Step(hosts[phase])]
+            for phase in sorted(phases)
+            if launched[phase] == sum(step.kind is not None for step in self._orders[phase])
         }
-        return {phase: [*self._orders[phase], Step(hosts[phase])] for phase in sorted(phases)}
 
     def _beside(self, work: Work) -> str:
         """What is added to a segment's name for a kernel that overlaps with the others."""

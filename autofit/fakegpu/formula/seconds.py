@@ -255,7 +255,8 @@ class KernelRows:
 
         `decode` is the sum over `decode_steps` steps.
         """
-        names = dict.fromkeys((*self.segments, *self.sums, *self.host, *self.alone))
+        every = dict.fromkeys((*self.segments, *self.sums, *self.host, *self.alone))
+        names = [name for name in every if phase_of(name) not in self.orders]
 
         def at(step: Floats) -> Floats:
             return np.concatenate([values, step[:, None]], axis=1)
@@ -272,11 +273,8 @@ class KernelRows:
             out[phase] = np.maximum(alone + (1.0 - self.left_frac) * overlap, beside)
         for name in [name for name in out if COPIES in name]:
             copies, phase = out.pop(name), phase_of(name)
-            if phase in self.orders:
-                out[phase] = self._played(phase, at(np.zeros(len(values))), layers)
-            else:
-                out[phase] = np.maximum(out.get(phase, copies), copies)
-        return out
+            out[phase] = np.maximum(out.get(phase, copies), copies)
+        return out | {phase: self._played(phase, at(np.zeros(len(values))), layers) for phase in self.orders}
 
     def _played(self, phase: str, table: Floats, layers: int) -> Floats:
         """The seconds of a phase that is played in its order, at each distinct row of `table` once."""
