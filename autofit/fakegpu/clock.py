@@ -78,6 +78,7 @@ class Moment(NamedTuple):
     seconds: float
     segment: int = -1
     row: Row | None = None
+    number: int = -1  # that a listener of the clock gave it
 
 
 class _Cost(NamedTuple):
@@ -107,6 +108,10 @@ class OperationLog(Protocol):
     def kernel(
         self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
     ) -> None: ...
+
+    def moment(self, lanes: Sequence[int]) -> int: ...
+
+    def wait(self, lanes: Sequence[int], number: int) -> None: ...
 
     def decode_step(self, number: int) -> None: ...
 
@@ -174,6 +179,12 @@ class Clock:
     def synchronize(self) -> None:
         """Let the host wait for the default stream."""
         self.host_s = self.run_s
+        self._host_waits(Lane.GPU)
+
+    def _host_waits(self, lane: Lane) -> None:
+        """Tell the listener that the host waits for all that a lane has."""
+        if self.log is not None:
+            self.log.wait((Lane.HOST,), self.log.moment((lane,)))
 
     def advance(self, seconds: float, *, like: Mapping[str, float] | None = None) -> None:
         """Add time without a traced kernel (the skipped part of a rollout), whose parts are `like` those of a step."""
@@ -221,8 +232,10 @@ class Clock:
             rate = self.spec.host_link_bytes_per_s / self.kernels.flops_frac
             work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
             self.log.aside = stream != MAIN
-            self.log.kernel(func, (), out, work=work, times=None, by=launch())
+            self.log.kernel(func, (), out, work=work, times=(0,), by=Launch.PLAIN)
             self.log.aside = False
+            if waits:
+                self._host_waits(Lane.GPU if stream == MAIN else Lane.COPIES)
 
     # ------------------------------------------------------------------ streams
     def collective(self, func: OpOverload, call: Call, *, stream: int) -> None:
@@ -250,7 +263,7 @@ class Clock:
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
             self.log.aside = not blocks
-            self.log.kernel(func, (), call.tensors, work=work, times=None, by=launch())
+            self.log.kernel(func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=Launch.PLAIN)
             self.log.aside = False
 
     def collective_s(self, call: Call) -> float:
@@ -288,7 +301,8 @@ class Clock:
         return self._moment((Lane.GATHERS, Lane.REDUCTIONS))
 
     def _moment(self, lanes: tuple[Lane, ...]) -> Moment:
-        return Moment(lanes, max(self.host_s, self._end(lanes)))
+        number = -1 if self.log is None else self.log.moment(lanes)
+        return Moment(lanes, max(self.host_s, self._end(lanes)), number=number)
 
     def wait(self, stream: int | None, moment: Moment) -> None:
         """Let a stream, or with None the host, wait for `moment`."""
@@ -297,6 +311,8 @@ class Clock:
             self.exposed_s += max(0.0, moment.seconds - self.run_s)
         for lane in lanes:
             setattr(self, _TIMES[lane], max(getattr(self, _TIMES[lane]), moment.seconds))
+        if self.log is not None:
+            self.log.wait(lanes, moment.number)
 
     def operation(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object,

@@ -2,7 +2,8 @@
 
 The candidates of a space fall into structures (the values of the knobs that change which code runs) and, within one,
 into micro-batches below and above a tile of TRL's loss, and with and without padding. A few structures are all traced.
-Of many, the recipe's own is; every other setting is sketched alone, the structures are composed of these effects, and
+Of many, the recipe's own is; every other setting is sketched alone, and two together of which one decides what the
+other does (offloaded activations without checkpoints). The structures are composed of these effects, and
 the structures of the best candidates by this are sketched until the best ones have been (autofit.forecast.composed).
 """
 
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from autofit.forecast.predictions import (
     Shape,
     Sorted,
     Structure,
+    differences,
     is_structural,
     shape_of,
     unique,
@@ -79,7 +82,8 @@ class Forecaster:
         requests = _Requests(found, device=self.device, worst_case=self.worst_case)
         own = found.own
         alone = pairs(own, list(found.places)) if len(found.places) > _FEW else {}
-        sketched = dict.fromkeys(s for pair in alone.values() for s in (own, *pair))
+        joint = _joint(space, own, found.places) if alone else []
+        sketched = dict.fromkeys([*(s for pair in alone.values() for s in (own, *pair)), *joint])
         whole = list(found.places) if not alone else [own]
         made = workshop.make({s: requests.whole(s) for s in whole}, {s: requests.sketch(s) for s in sketched})
         composer = Composer(
@@ -203,6 +207,13 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
         space=found.space, context_bytes=context_bytes, predictions=predictions, problems=problems, found=found,
         composer=composer, least_live_bytes=least, sources=tuple(sources.tolist()),
     )  # fmt: skip
+
+
+def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> list[Structure]:
+    """The structures with two changes of which one decides what the other does (`Traits.joint`)."""
+    joint = {(knob.name, other) for knob in space.knobs for other in knob.traits.joint}
+    changes = {s: [name for name, *_ in differences(s, own)] for s in structures}
+    return [s for s, names in changes.items() if len(names) == 2 and joint & set(permutations(names))]
 
 
 def _problem(composer: Composer, structure: Structure, told: Told | None) -> str:

@@ -54,6 +54,7 @@ class Traits:
     offloads: bool = False  # whether it moves something into the memory of the host
     loads: bool = False  # it changes what is held once the models are loaded, before there is a batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
+    joint: tuple[str, ...] = ()  # knobs whose effect it changes: both changes together have a trace of their own
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
     speed: Speed | None = None  # when it is tried for its speed; None: after the others, `none`: never
     advised: bool = False  # for its speed, though it changes the recipe
@@ -118,12 +119,12 @@ def _stated(where: str, entry: Mapping[str, object]) -> dict[str, Any]:
     kinds: Mapping[str, tuple[type, ...]] = {
         "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,),
         "loads": (bool,), "offloads": (bool,), "beside": (dict,),
-        "also": (list, tuple), "than": (list, tuple), "phases": (list, tuple),
+        "also": (list, tuple), "than": (list, tuple), "phases": (list, tuple), "joint": (list, tuple),
     }  # fmt: skip
     for name, kind in kinds.items():
         if name in given and (not isinstance(given[name], kind) or (kind == (int,) and isinstance(given[name], bool))):
             raise ConfigError(f"{where}: {name} must be {_KINDS[kind[0]]}; got {given[name]!r}")
-    for name in ("also", "than", "less", "frees", "phases"):
+    for name in ("also", "than", "less", "frees", "phases", "joint"):
         if isinstance(given.get(name), list):
             given[name] = tuple(cast("list[object]", given[name]))
     if "less" in given and not isinstance(given["less"], tuple) and given["less"] not in get_args(Less):

@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engines.forward", "kernels"),
     ("engines.vllm", "memory", "op_cache"),
     ("formula.kernel_log", "timeline"),
-    ("clock",),
+    ("clock", "formula.order"),
     ("calibrate", "depth.delay", "formula.seconds", "fusion"),
     ("depth.layers", "formula.formula"),
     ("depth.expand", "patches.reducer"),

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
+from autofit.fakegpu.formula.order import Order
 from autofit.fakegpu.formula.polynomials import Affine, Basis, Exponents, Kind, Polynomial, Steps, Symbols, with_steps
 from autofit.fakegpu.formula.seconds import KernelRows, TabledRows
 from autofit.fakegpu.rates.kernels import KernelSeconds
@@ -167,6 +168,7 @@ class MassModel:
             "row_phases": self.row_phases, "unmatched": self.unmatched, "time_layers": time.layers,
             "time_exponents": time.exponents, "segments": time.segments, "host": time.host, "alone": time.alone,
             "spec": asdict(time.kernels.spec), "costs": asdict(time.kernels.costs), "tabled": time.tabled.to_json(),
+            "orders": {phase: [order.to_json() for order in orders] for phase, orders in time.orders.items()},
             "sums": {name: [list(row) for row in rows] for name, rows in time.sums.items()},
             "engine": None if self.engine is None else self.engine.to_json(),
         }  # fmt: skip
@@ -188,6 +190,7 @@ class MassModel:
             alone={k: (v[0], v[1]) for k, v in rest["alone"].items()},
             kernels=KernelSeconds(GpuSpec.from_json(rest["spec"]), HostCosts(**rest["costs"])),
             tabled=TabledRows.from_json(rest["tabled"], len(rest["time_exponents"])),
+            orders={k: (Order.from_json(v[0]), Order.from_json(v[1])) for k, v in rest["orders"].items()},
             sums={k: (np.asarray(v[0]), np.asarray(v[1])) for k, v in rest["sums"].items()},
         )  # fmt: skip
         return cls(

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 
 from autofit.fakegpu.engines.forward import PagedBatching
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.formula.polynomials import COLLECTIVES, COPIES, Factor, Kind, Polynomial, Shape, Symbols, phase_of
+from autofit.fakegpu.formula.polynomials import (
+    COLLECTIVES,
+    COMPUTING,
+    COPIES,
+    COPYING,
+    Factor,
+    Kind,
+    Polynomial,
+    Shape,
+    Symbols,
+    phase_of,
+)
 from autofit.fakegpu.kernels import Times
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts, Launch
@@ -59,6 +70,15 @@ class HostCounts(NamedTuple):
     views: float = 0
     alone: float = 0
 
+    def seconds(self, costs: HostCosts) -> float:
+        """Those beside the card's work."""
+        launches = (self.plain, self.recorded, self.autograd)
+        return self.views * costs.view_s + sum(n * costs.of(by) for by, n in zip(Launch, launches, strict=True))
+
+    def alone_s(self, costs: HostCosts) -> float:
+        """Those in which the card has nothing to do."""
+        return self.alone * costs.launch_s
+
 
 _VIEWS, _ALONE = map(HostCounts._fields.index, ("views", "alone"))
 
@@ -70,6 +90,20 @@ class Counted(NamedTuple):
     hosts: Mapping[str, HostCounts]
     steps: list[dict[Kind, int]]
     step_hosts: list[list[float]]
+
+
+class Step(NamedTuple):
+    """A step of a phase, in order: a kernel or copy of a `kind`, a recorded moment, or a wait for one.
+
+    `lanes` are the clock's: the one a kernel runs in, those whose end the moment is, or those that wait.
+    """
+
+    host: HostCounts  # of the phase so far
+    lanes: Sequence[int] = ()
+    kind: Kind | None = None
+    moment: int = -1
+    waits: bool = False
+    share: float = 1.0  # of a kernel of that kind
 
 
 @dataclass(slots=True)
@@ -84,6 +118,7 @@ class KernelKinds:
     step_before: dict[Kind, int] = field(default_factory=dict)
     position: int = 0  # tokens generated before the last decode step seen
     engine: VllmEngine | PagedBatching | None = None  # what generates, if not the model itself
+    orders: Mapping[str, Sequence[Step]] = field(default_factory=dict)  # of the phases that copy beside their kernels
 
     @staticmethod
     def segment(kind: Kind) -> str:
@@ -105,24 +140,28 @@ class KernelKinds:
         The number of tiles jumps as the rows grow, and so would every seconds' slope; whole tiles and the part of the
         last one are in proportion to the rows.
         """
-        counts = dict(self.counts)
+        counts, parts = dict(self.counts), dict[Kind, Kind]()
         for kind, number in self.counts.items():
             shapes = tuple(tuple(tile if size == rest else size for size in shape) for shape in kind.shapes)
             whole = Kind(kind.origin, shapes)
             if whole != kind and whole in counts:
                 del counts[kind]
                 counts[whole] += number * rest / tile
-        return replace(self, counts=counts)
+                parts[kind] = whole
+        orders = {
+            phase: [s._replace(kind=parts[s.kind], share=rest / tile) if s.kind in parts else s for s in steps]
+            for phase, steps in self.orders.items()
+        }
+        return replace(self, counts=counts, orders=orders)
 
     def host_seconds(self, segment: str, costs: HostCosts) -> float:
-        *launches, views, _ = self.host_counts.get(segment, HostCounts())
-        seconds = views * costs.view_s + sum(number * costs.of(by) for by, number in zip(Launch, launches, strict=True))
+        seconds = self.host_counts.get(segment, HostCounts()).seconds(costs)
         return seconds / max(1, self.repeats.get(segment, 1))
 
     def alone_seconds(self, segment: str, costs: HostCosts) -> float:
         """Seconds of a pass of the segment in which the host works and the card has nothing to do."""
-        counts = self.host_counts.get(segment, HostCounts())
-        return counts.alone * costs.launch_s / max(1, self.repeats.get(segment, 1))
+        seconds = self.host_counts.get(segment, HostCounts()).alone_s(costs)
+        return seconds / max(1, self.repeats.get(segment, 1))
 
 
 class KernelLog:
@@ -139,12 +178,15 @@ class KernelLog:
         self._counts: dict[Kind, int] = {}
         self._infos: dict[Kind, Info] = {}
         self._hosts: dict[str, list[float]] = {}
+        self._orders: dict[str, list[Step]] = {}
+        self._moments = 0
         self._engine: VllmEngine | PagedBatching | None = None
 
     def restart(self, kept: str = "") -> None:
         """Forget all that was counted, but what the phase `kept` has."""
         self._counts = {kind: count for kind, count in self._counts.items() if _phase(kind) == kept}
         self._hosts = {phase: counts for phase, counts in self._hosts.items() if phase == kept}
+        self._orders = {phase: steps for phase, steps in self._orders.items() if phase == kept}
 
     def decode_step(self, number: int) -> None:
         """Start decode step `number` of this rollout."""
@@ -180,6 +222,19 @@ class KernelLog:
         if end.steps is not begin.steps:  # a rollout began
             self._steps, self._step_hosts = end.steps, end.step_hosts
 
+    def moment(self, lanes: Sequence[int]) -> int:
+        """The number of the moment at which `lanes` have done all that they have now."""
+        self._moments += 1
+        self._add_step(lanes, moment=self._moments)
+        return self._moments
+
+    def wait(self, lanes: Sequence[int], number: int) -> None:
+        self._add_step(lanes, moment=number, waits=True)
+
+    def _add_step(self, lanes: Sequence[int], **what: Any) -> None:
+        if self.on and not self._decoding:
+            self._orders.setdefault(self.phase, []).append(Step(HostCounts(*self._host()), lanes, **what))
+
     def view(self) -> None:
         if self.on:
             self._host()[_VIEWS] += 1
@@ -205,6 +260,7 @@ class KernelLog:
         kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1
+        self._add_step((COPYING if segment.endswith(COPIES) else COMPUTING,), kind=kind)
         if kind not in self._infos:
             self._infos[kind] = Info(work, tuple(sizes), (1,) * len(shapes) if times is None else times)
 
@@ -219,7 +275,23 @@ class KernelLog:
             counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
             position=len(steps) - 1 if len(steps) >= 2 else 0, engine=self._engine,
+            orders=self._orders_of_copies(hosts),
         )  # fmt: skip
+
+    def _orders_of_copies(self, hosts: Mapping[str, HostCounts]) -> dict[str, list[Step]]:
+        """The orders of the phases that have copies on a stream of their own, with their end.
+
+        None of a phase with collectives, or with a call that was played, whose kernels are in no order.
+        """
+        beside = [KernelKinds.segment(kind) for kind in self._counts]
+        phases = {phase_of(name) for name in beside if COPIES in name}
+        phases -= {phase_of(name) for name in beside if COLLECTIVES in name}
+        launched = {phase: sum(n for kind, n in self._counts.items() if _phase(kind) == phase) for phase in phases}
+        return {
+            phase: [*self._orders[phase], Step(hosts[phase])]
+            for phase in sorted(phases)
+            if launched[phase] == sum(step.kind is not None for step in self._orders[phase])
+        }
 
     def _beside(self, work: Work) -> str:
         """What is added to a segment's name for a kernel that overlaps with the others."""

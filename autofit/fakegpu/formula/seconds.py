@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autofit.fakegpu.formula.order import Order, at_depth
 from autofit.fakegpu.formula.polynomials import (
     COLLECTIVES,
     COPIES,
@@ -121,8 +122,9 @@ _NODES = ((0.5 - 15**0.5 / 10, 5 / 18), (0.5, 4 / 9), (0.5 + 15**0.5 / 10, 5 / 1
 class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
-    A segment's time is the maximum of its host launches, its GPU kernels and its copies on a stream of their own, and
-    what the host does alone.
+    A segment's time is the maximum of its host launches and its GPU kernels, and what the host does alone. A phase with
+    copies on a stream of their own is played step by step (`orders`, at two depths): they wait for kernels, which wait
+    for them. Beside collectives the maximum has the copies too.
     Products and attention (`tabled`) take what the card's tables say of their sizes; another kernel is a short one and
     bound by FLOPs or bytes.
     `sums` holds the summed seconds of those others whose bound is the same at all sample points.
@@ -139,6 +141,7 @@ class KernelRows:
     alone: Mapping[str, tuple[float, float]]  # those in which the card has nothing to do, likewise, beside `host`
     kernels: KernelSeconds
     tabled: TabledRows
+    orders: Mapping[str, tuple[Order, Order]] = field(default_factory=dict)
     sums: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @classmethod
@@ -181,10 +184,17 @@ class KernelRows:
         for name in {name.removesuffix(REPEATED) for name in segments}:
             seconds, deeper = low.alone_seconds(name, costs), high.alone_seconds(name, costs)
             alone[name] = (seconds, (deeper - seconds) / step)
+        number_of = {kind: i for i, kind in enumerate(kinds)}
+        low_orders, high_orders = (
+            {phase: Order.of(steps, number_of, costs, layers=depth, passes=max(1, of.repeats.get(phase, 1)))
+             for phase, steps in of.orders.items()}
+            for of, depth in zip((low, high), layers, strict=True)
+        )  # fmt: skip
         return cls(
             layers=layers[0], exponents=basis.exponents, flop_s=basis.rows(flops), move_s=basis.rows(moves),
             counts=basis.rows(counts), count_slopes=basis.rows(slopes), segments=tuple(segments),
             host=host, alone=alone, kernels=kernels, tabled=TabledRows.of(numbers, sorts, told, basis),
+            orders={phase: (low_orders[phase], high_orders[phase]) for phase in low_orders if phase in high_orders},
         )  # fmt: skip
 
     @property
@@ -215,8 +225,9 @@ class KernelRows:
         shortest = np.zeros_like(self.flop_s)
         shortest[:, one] = self._shortest_s
         names = np.asarray(self.segments)
-        tabled = np.isin(np.arange(len(names)), self.tabled.numbers)
-        left = ~tabled
+        in_order = [number for orders in self.orders.values() for order in orders for number in order.kernels]
+        alone = np.isin(np.arange(len(names)), [*self.tabled.numbers, *in_order])
+        left = ~alone
         sums: dict[str, tuple[Floats, Floats]] = {}
         linear = np.where(move >= 0.999 * cold, cold, 0.0)  # what the cache shortens in part is no polynomial
         cached = np.where(move <= 1.001 * cold / fastest, move, 0.0)
@@ -230,11 +241,13 @@ class KernelRows:
                 slope = (self.count_slopes[chosen, one, None] * rows[chosen]).sum(axis=0)
                 before = sums.get(str(segment), (np.zeros_like(now), np.zeros_like(now)))
                 sums[str(segment)] = (before[0] + now, before[1] + slope)
-        left |= tabled
+        left |= alone
+        new = (np.cumsum(left) - 1).tolist()
         return replace(
             self, flop_s=self.flop_s[left], move_s=self.move_s[left], counts=self.counts[left],
             count_slopes=self.count_slopes[left], segments=tuple(names[left].tolist()), sums=sums,
             tabled=self.tabled.renumbered(left),
+            orders={p: (low.renumbered(new), high.renumbered(new)) for p, (low, high) in self.orders.items()},
         )  # fmt: skip
 
     def seconds(self, values: Floats, layers: int, decode_steps: Floats) -> dict[str, Floats]:
@@ -242,7 +255,8 @@ class KernelRows:
 
         `decode` is the sum over `decode_steps` steps.
         """
-        names = dict.fromkeys((*self.segments, *self.sums, *self.host, *self.alone))
+        every = dict.fromkeys((*self.segments, *self.sums, *self.host, *self.alone))
+        names = [name for name in every if phase_of(name) not in self.orders]
 
         def at(step: Floats) -> Floats:
             return np.concatenate([values, step[:, None]], axis=1)
@@ -260,16 +274,38 @@ class KernelRows:
         for name in [name for name in out if COPIES in name]:
             copies, phase = out.pop(name), phase_of(name)
             out[phase] = np.maximum(out.get(phase, copies), copies)
-        return out
+        return out | {phase: self._played(phase, at(np.zeros(len(values))), layers) for phase in self.orders}
+
+    def _played(self, phase: str, table: Floats, layers: int) -> Floats:
+        """The seconds of a phase that is played in its order, at each distinct row of `table` once."""
+        points, back = np.unique(table, axis=0, return_inverse=True)
+        told = []
+        for order in self.orders[phase]:
+            numbers = order.kernels
+            mine = np.isin(np.arange(len(self.segments)), numbers)
+            each = self._kernels(mine, points, order.layers)
+            told.append(order.seconds(dict(zip(numbers, each.T, strict=True)), len(points)))
+        low, high = self.orders[phase]
+        return at_depth(low, high, layers, told)[back]
 
     def _segment(self, name: str, table: Floats, layers: int) -> Floats:
-        mine = np.asarray(self.segments, dtype=str) == name
         further = layers - self.layers
-        counts = (self.counts + further * self.count_slopes)[mine]
-        now, slope = self.sums.get(name, (np.zeros(counts.shape[1]), np.zeros(counts.shape[1])))
+        none = np.zeros(len(self.exponents))
+        now, slope = self.sums.get(name, (none, none))
         added = now + further * slope
+        used = np.flatnonzero(added)
+        summed = Basis(tuple(self.exponents[i] for i in used)).at(table) @ added[used]
+        each = self._kernels(np.asarray(self.segments, dtype=str) == name, table, layers)
+        host, host_slope = self.host.get(name, (0.0, 0.0))
+        busy = np.maximum(each.sum(axis=1) + summed, host + further * host_slope)
+        alone, alone_slope = self.alone.get(name, (0.0, 0.0))
+        return np.asarray(busy + alone + further * alone_slope)
+
+    def _kernels(self, mine: npt.NDArray[np.bool_], table: Floats, layers: int) -> Floats:
+        """Seconds of all launches of each of the kernels `mine` in a pass, (points, kernels)."""
+        counts = (self.counts + (layers - self.layers) * self.count_slopes)[mine]
         sized = self.tabled.rows.any(axis=(0, 1))
-        used = np.flatnonzero(counts.any(axis=0) | (added != 0) | (self.flop_s + self.move_s)[mine].any(axis=0) | sized)
+        used = np.flatnonzero(counts.any(axis=0) | (self.flop_s + self.move_s)[mine].any(axis=0) | sized)
         x = Basis(tuple(self.exponents[i] for i in used)).at(table)
         each = np.maximum(x @ self.flop_s[mine][:, used].T, self.kernels.warm(x @ self.move_s[mine][:, used].T))
         each += self._shortest_s[mine]
@@ -281,7 +317,4 @@ class KernelRows:
         varying = np.flatnonzero(np.delete(counts, one, axis=1).any(axis=1))
         each[:, varying] *= x @ counts[varying][:, used].T
         often = np.where(np.isin(np.arange(len(counts)), varying), 1.0, counts[:, one])
-        host, host_slope = self.host.get(name, (0.0, 0.0))
-        alone, alone_slope = self.alone.get(name, (0.0, 0.0))
-        busy = np.maximum(each @ often + x @ added[used], host + further * host_slope)
-        return np.asarray(busy + alone + further * alone_slope)
+        return np.asarray(each * often)
