@@ -1,6 +1,7 @@
 """Forecasts of candidates, from few traces, beside whole simulations of the same candidates."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -47,12 +48,13 @@ def test_settings_that_are_sketched_alone_hold_and_take_together_what_a_whole_si
     ).forecast(space)  # fmt: skip
     assert not forecast.problems
     own = space.params(space.baseline)
-    for changes in ({}, {"gradient_checkpointing": False}, *({"gradient_checkpointing": False, knob.name: value} for
-                    knob in knobs[2:] for value in knob.values if value != own[knob.name])):  # fmt: skip
+    without: dict[str, Any] = {"gradient_checkpointing": False}
+    beside = [{knob.name: value} for knob in knobs[2:] for value in knob.values if value != own[knob.name]]
+    tried: list[dict[str, Any]] = [{}, without, *({**without, **other} for other in beside)]
+    for changes in tried:
         place = forecast.predictions.candidates.index(space.candidate({**own, **changes}))
         if changes:
-            folder = tmp_path / str(place)
-            whole = probe_of(trainer, {**values, **changes}, folder, fork_server, DEVICE)
+            whole = probe_of(trainer, {**values, **changes}, tmp_path / str(place), fork_server, DEVICE)
         live = forecast.predictions.device_used_bytes[place] - forecast.context_bytes
         assert live == pytest.approx(whole.peak_allocated_bytes, rel=0.02), changes
         assert forecast.predictions.step_s[place] == pytest.approx(whole.median_step_s, rel=0.1), changes  # the host's
