@@ -196,6 +196,11 @@ def launches(row: Row) -> list[Launch]:
 
             def view(self) -> None: ...
 
+            def moment(self, lanes: object) -> int:
+                return 0
+
+            def wait(self, lanes: object, number: int) -> None: ...
+
             def kernel(self, func: object, args: object, out: object, *, work: Work, **_: object) -> None:
                 seconds, kind = kernels.seconds(work)
                 found.append(Launch(gpu.clock.host_s, work, None if kind == "others" else seconds))

@@ -59,7 +59,7 @@ class Decoder:
         heads = get("num_attention_heads", "n_head", "num_heads", default=1)
         hidden = get("hidden_size", "n_embd", "d_model", default=1)
         layers = get("num_hidden_layers", "n_layer", "num_layers", default=1)
-        experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
+        experts = get("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=0)
         dense = get("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
         kinds = get("layer_types", default=None) or ()
         window = get("sliding_window")
@@ -69,14 +69,15 @@ class Decoder:
         expert = get("moe_intermediate_size", default=dense)
         latent = get("kv_lora_rank", default=0) if get("model_type") != "minicpm3" else 0  # vLLM unpacks that one's
         sparse_step = get("decoder_sparse_step", default=1) or 1
-        first_dense = get("first_k_dense_replace", default=len(get("mlp_only_layers", default=()) or ()))
+        named = len(get("mlp_only_layers", default=()) or ())
+        first_dense = get("first_k_dense_replace", "moe_layer_start_index", default=named)
         shared = get("multi_query", default=False) and not get("new_decoder_architecture", default=False)
         return cls(
             hidden=hidden, layers=layers, heads=heads,
             key_heads=get("num_key_value_heads", default=1 if shared else heads) or heads,
             head_dim=(0 if latent else get("head_dim", default=0)) or hidden // heads,
             intermediate=expert if experts else dense, vocab=get("vocab_size", default=1), experts=experts,
-            experts_per_token=get("num_experts_per_tok", "top_k_experts", default=2) if experts else 0,
+            experts_per_token=get("num_experts_per_tok", "top_k_experts", "moe_k", default=2) if experts else 0,
             shared_intermediate=_shared(get, expert) if experts else 0,
             dense_layers=(first_dense + (layers - first_dense) * (sparse_step - 1) // sparse_step) if experts else 0,
             dense_intermediate=dense if experts else 0,
@@ -123,7 +124,7 @@ _UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "bloom", "falcon", "gpt_neo", "gpt
 def _shared(get: Any, expert: int) -> int:
     """The width of the experts that every token has."""
     width = get("shared_expert_intermediate_size", default=0)
-    return int(width or (get("n_shared_experts", default=0) or 0) * expert)
+    return int(width or (get("n_shared_experts", "moe_num_shared_experts", default=0) or 0) * expert)
 
 
 ITEM = 2  # bytes of a half-precision element
