@@ -27,13 +27,14 @@ HALF = Knob(name="dtype", tier="recipe", values=("float32", "bfloat16"))
         ("reward", {}, (MICRO, CHECKPOINTS, HALF)),
         ("dpo", {}, (MICRO, CHECKPOINTS, BEFORE)),
         pytest.param("grpo", {"beta": 0.04}, (MICRO, CHECKPOINTS, HALF), marks=pytest.mark.thorough),
+        ("grpo", {"steps_per_generation": 8}, (MICRO, CHECKPOINTS)),  # old log-probabilities of two steps at once
     ],
 )
 def test_settings_that_are_sketched_alone_hold_and_take_together_what_a_whole_simulation_does(
     trainer: str, more: dict[str, object], knobs: tuple[Knob, ...], tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """A sketch had one micro-batch: gradients that an earlier one left were missing where no checkpoints are. What DPO
-    scores before the training took no time.
+    scores before the training took no time, and what a rollout of several steps scores four times as much as it does.
     """
     model = tiny.write_model(tmp_path / "model", hidden=256, layers=5)  # gradients count beside activations
     values = recipe_of(trainer, tmp_path, model, **more, gradient_checkpointing=True, dtype="float32")

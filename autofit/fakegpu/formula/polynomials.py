@@ -89,6 +89,7 @@ class Symbols:
     factors: dict[Kind, Factors] = field(default_factory=dict)
     counts: dict[Kind, tuple[Affine, ...]] = field(default_factory=dict)
     repeated: set[Kind] = field(default_factory=set)  # kinds with a count proportional to a variable with `instead_of`
+    parts: float = 1.0  # for which those run at the base: each once
     unmatched: dict[str, int] = field(default_factory=dict)  # variable -> number of kinds without a counterpart
     steps: list[Steps] = field(default_factory=list)  # variables beyond `variables`, of dimensions that are rounded up
     rounds: bool = True  # False: a dimension that is rounded up is approximated by an affine one
@@ -109,6 +110,7 @@ class Symbols:
         at = self.variables.index(name)
         step = value - self.base[at]
         other = None if instead_of is None else self.variables.index(instead_of)
+        self.parts = self.parts if other is None else self.base[at] / self.base[other]
         pairs = list(_pairs(base, varied))
         changes = {
             (old, new)

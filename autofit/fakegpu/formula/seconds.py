@@ -167,7 +167,8 @@ class KernelRows:
         step = max(1, layers[1] - layers[0])
         counts, slopes = [], []
         for kind in kinds:
-            a, b = low.count_per_segment(kind), high.count_per_segment(kind)
+            parts = symbols.parts if kind in symbols.repeated else 1.0
+            a, b = low.count_per_segment(kind) / parts, high.count_per_segment(kind) / parts
             factors = symbols.counts.get(kind, ())
             counts.append(symbols.product(a, factors))
             slopes.append(symbols.product((b - a) / step, factors))
@@ -178,6 +179,7 @@ class KernelRows:
             plain = name.removesuffix(REPEATED)
             mine = sum(low.counts.get(k, 0) for k, s in zip(kinds, segments, strict=True) if s == name)
             share = mine / max(1, sum(n for k, n in low.counts.items() if low.segment(k) == plain))
+            share /= symbols.parts if name != plain else 1.0
             seconds, deeper = low.host_seconds(plain, costs) * share, high.host_seconds(plain, costs) * share
             host[name] = (seconds, (deeper - seconds) / step)
         alone = {}
