@@ -28,6 +28,7 @@ HALF = Knob(name="dtype", tier="recipe", values=("float32", "bfloat16"))
         ("dpo", {}, (MICRO, CHECKPOINTS, BEFORE)),
         pytest.param("grpo", {"beta": 0.04}, (MICRO, CHECKPOINTS, HALF), marks=pytest.mark.thorough),
         ("grpo", {"steps_per_generation": 8}, (MICRO, CHECKPOINTS)),  # old log-probabilities of two steps at once
+        pytest.param("grpo", {"num_iterations": 2}, (MICRO, CHECKPOINTS), marks=pytest.mark.thorough),
     ],
 )
 def test_settings_that_are_sketched_alone_hold_and_take_together_what_a_whole_simulation_does(

@@ -118,12 +118,12 @@ def _sum(each: Iterable[Floats], count: int) -> Floats:
 def live_bytes(peaks: Mapping[str, Floats], shapes: Sequence[Shape]) -> Floats:
     """The maximum over the phases that happen in a training of these shapes."""
     accumulation = np.array([s.accumulation for s in shapes])
-    chunk = np.array([s.chunk for s in shapes])
+    served = np.array([s.served for s in shapes])
     live = np.zeros(len(shapes))
     for phase, peak in peaks.items():
         later = phase.endswith(LATER)
         happens = (
-            (accumulation > 1) if phase == UPDATE + LATER else (chunk < accumulation) if later else accumulation > 0
+            (accumulation > 1) if phase == UPDATE + LATER else (served < accumulation) if later else accumulation > 0
         )
         live = np.maximum(live, np.where(happens, peak, 0.0))
     return live
@@ -141,9 +141,12 @@ def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()
     if segment == UPDATE and UPDATE + LATER in segments:
         return np.ones(len(shapes))
     scored_before = segment == SCORING and not any(s.completion for s in shapes)
-    if segment.endswith(REPEATED) or segment == UPDATE or scored_before:
+    if segment == UPDATE or scored_before:
         return accumulation
-    return np.ones(len(shapes)) if segment in _ONCE else accumulation / np.array([s.chunk for s in shapes], float)
+    if segment in _ONCE:
+        return np.ones(len(shapes))
+    often = np.array([s.passes if segment.endswith(REPEATED) else s.served for s in shapes], float)
+    return np.asarray(accumulation / often)
 
 
 def plain(segment: str) -> str:

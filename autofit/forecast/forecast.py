@@ -265,7 +265,7 @@ class _Requests:
     @property
     def _reused(self) -> bool:
         recipe = self.found.space.recipe
-        return recipe.generates and recipe.generation_batch_size > recipe.effective_batch_size
+        return recipe.generates and recipe.reuses_rollouts
 
     def whole(self, structure: Structure) -> Request:
         """A model of all variables, tested with all layers at one of the structure's shapes."""

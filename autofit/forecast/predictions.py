@@ -147,10 +147,16 @@ class Shape:
     group: int = 1
     share: float = 0.0  # of the card, of a rollout engine
     longest: int = 0  # tokens of the longest sequence that it serves; 0 is the model's own
+    passes: int = 1  # of training over one rollout
 
     @property
     def generated(self) -> int:
         return self.micro * self.chunk
+
+    @property
+    def served(self) -> int:
+        """Micro-batches that one rollout serves."""
+        return self.chunk * self.passes
 
 
 @dataclass(frozen=True)
@@ -274,7 +280,7 @@ def shape_of(space: Space, candidate: Candidate) -> Shape:
     share = cast(Value, params.get(keys.engine_share or ""))
     return Shape(
         micro, accumulation, chunk, number(keys.completion), number("lora_r"), number(keys.group) or 1,
-        float(share) if isinstance(share, int | float) else 0.0, number(keys.engine_length),
+        float(share) if isinstance(share, int | float) else 0.0, number(keys.engine_length), number(keys.reuse) or 1,
     )  # fmt: skip
 
 

@@ -172,7 +172,8 @@ class Recording:
                 changed[keys.evaluation_group] = self.evaluated_group
         if point.rank is not None:
             changed["lora_r"] = point.rank
-        marks = _Marks(gpu, accumulation=point.accumulation, chunk=point.chunk, evaluates=evaluates)
+        passes = int(cast(int, changed.get(keys.reuse or "")) or 1)
+        marks = _Marks(gpu, accumulation=point.accumulation, served=passes * point.chunk, evaluates=evaluates)
         with Scratch("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
             marks.one_in_first_step = Launch.of(self.values).is_plain  # DDP makes its buckets anew at the second
@@ -208,10 +209,10 @@ def _update_s(run: Run, first: int) -> float:
 class _Marks(Report):
     """A report that labels the simulated card's allocations and kernels with their phase."""
 
-    def __init__(self, gpu: FakeGpu, *, accumulation: int, chunk: int, evaluates: bool) -> None:
+    def __init__(self, gpu: FakeGpu, *, accumulation: int, served: int, evaluates: bool) -> None:
         self._gpu = gpu
         self._evaluates = evaluates
-        self._samples_each_step = chunk <= accumulation
+        self._samples_each_step = served <= accumulation
         self._accumulation = accumulation
         self.log = KernelLog()
         self.log.phase_of_step = OPTIMIZER
