@@ -176,6 +176,7 @@ def test_a_card_that_the_allocators_cache_fills_is_not_told_as_nearly_full() -> 
     found = check(full)
     assert (found.verdict, found.fits) == ("fits", True)
     assert found.line.startswith("fits: 21.32 GB of 23.68 GB needed, in update of sample 4,812")
+    assert ". Up to 22.70 GB, allowing" in found.line
     assert str(found.parts()[1]).startswith(
         "The card will look full, with 23.68 GB: PyTorch keeps blocks that the update"
     )

@@ -80,7 +80,10 @@ def shown_bytes(result: ProbeResult, capacity_bytes: int) -> tuple[int, str]:
 
 
 def used_words(result: ProbeResult, capacity_bytes: int, where: str = "") -> str:
-    """`77.02 GB of 84.93 GB needed. Up to 82.10 GB, allowing for the largest error seen so far.`"""
+    """`77.02 GB of 84.93 GB needed. Up to 82.10 GB, allowing for the largest error seen so far.`
+
+    `where` ends the first sentence: the phase and sample that need it.
+    """
     count, what = shown_bytes(result, capacity_bytes)
     most = format_bytes(most_used_bytes(count, result.device))
     of = f"{format_bytes(count)} of {format_bytes(capacity_bytes)} {what}{where}"
