@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.acceptance import older
 from experiments.accuracy import table as accuracy_table
 from experiments.accuracy.rows import SETS
 from experiments.field import judge
@@ -43,6 +44,20 @@ def search_figures() -> list[Figure]:
         Figure("README's search, in another folder after that", f"{kept['elsewhere_s']:.0f} s"),
         Figure("the winner's completions a second, over the baseline's, predicted", f"{kept['speed_up']:.2f}x"),
     ]
+
+
+def older_figures() -> list[Figure]:
+    """Seconds of commands, beside those of the commit on which their goals were set, in one run on one machine."""
+    kept = _read("acceptance/older.json")
+    return [_older(command, kept["seconds"][command.name], kept["commits"]["older"]) for command in older.COMMANDS]
+
+
+def _older(command: older.Command, seconds: dict[str, list[float]], commit: str) -> Figure:
+    today_s, older_s = (statistics.median(seconds[which]) for which in ("today", "older"))
+    share, goal = today_s / older_s, command.goal_s / command.counted_s
+    found = f"{today_s:.1f} s, {commit} {older_s:.1f} s: {share:.2f} of it"
+    claim = f"{command.name}; the goal was {command.goal_s:g} s where that commit took {command.counted_s:g} s"
+    return Figure(claim, found, f"<= {goal:.2f}", share <= goal)
 
 
 def seed_figures() -> list[Figure]:

@@ -34,6 +34,9 @@ def _python(*words: str) -> tuple[str, ...]:
 PARTS = (
     Part("search", "README's own search", _python("-m", "experiments.acceptance.first_search"),
          "acceptance/first_search.json", figures.search_figures, 1),
+    Part("older", "commands beside the commit on which their goals were set, in turns, on one machine", (),
+         "acceptance/older.json", figures.older_figures, 0, needs="half an hour of a machine of its own: "
+         "python -m experiments.acceptance.older"),
     Part("seeds", "the five seeds' configurations, predicted", _python("experiments/seeds/run.py"),
          "seeds/results.json", figures.seed_figures, 2),
     Part("threads", "users' threads: symptom and accepted fix",
