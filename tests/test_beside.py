@@ -101,6 +101,28 @@ def test_beside_a_search_only_lower_tiers_are_told() -> None:
     assert faster(below="approximate") == ((), ())
 
 
+@pytest.mark.parametrize(("share", "is_tried"), [(0.004, False), (0.04, True), (None, True)])
+def test_an_optimizer_is_tried_where_its_own_phase_takes_as_much_as_the_least_gain(
+    share: float | None, *, is_tried: bool
+) -> None:
+    asked: list[Values] = []
+
+    def probe(values: Values) -> ProbeResult:
+        asked.append(values)
+        return run(values)
+
+    recipe = grpo_recipe(
+        per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=1, optim="adamw_torch_fused"
+    )
+    base = run(merge(recipe.values, {}))
+    assert base.median_step_s is not None
+    if share is not None:  # else it is not known
+        base = replace(base, phase_s={"update": base.median_step_s, "optimizer": share * base.median_step_s})
+    trier = Trier(recipe=recipe, device="sim:h100", capacity_bytes=40 * GB, probe=probe, tell=lambda _: None)
+    faster_changes(Levers.of(recipe, "sim:h100"), trier, base, most=9, workers=1)
+    assert any(values.get("optim") == "adamw_8bit" for values in asked) is is_tried
+
+
 def _estimator(recipe: Recipe, asked: list[Values], monkeypatch: pytest.MonkeyPatch) -> Estimator:
     """Its probes follow the law, and what they are asked for goes to `asked`."""
 

@@ -258,7 +258,15 @@ def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) 
     engines = [at for at in known if any(levers.traits(name).speed == "first" for name in at)]
     rest = [at for at in known if at not in engines]
     order = [*neutral[:1], *engines, *neutral[1:], *rest]
-    return [at for at in order if at and TIERS.index(levers.tier(at)) > over and _is_meant(levers, at)]
+    tried = (at for at in order if at and TIERS.index(levers.tier(at)) > over and _is_meant(levers, at))
+    return [at for at in tried if _may_gain(levers, at, base)]
+
+
+def _may_gain(levers: Levers, at: Assignment, base: ProbeResult) -> bool:
+    """False where all that these settings may shorten takes less of a step than the least gain."""
+    phases = {phase for name in at for phase in levers.traits(name).shortens or ("any",)}
+    known = base.median_step_s is not None and phases <= base.phase_s.keys()
+    return not known or sum(base.phase_s[phase] for phase in phases) >= LEAST_GAIN * (base.median_step_s or 0.0)
 
 
 def _others(levers: Levers) -> list[Assignment]:

@@ -57,6 +57,7 @@ class Traits:
     joint: tuple[str, ...] = ()  # knobs whose effect it changes: both changes together have a trace of their own
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
     speed: Speed | None = None  # when it is tried for its speed; None: after the others, `none`: never
+    shortens: tuple[str, ...] | None = None  # the only phases of a step that it may make shorter; None: any
     advised: bool = False  # for its speed, though it changes the recipe
     proof: Reach | None = None  # how far a gradient proof reaches; None: the trainer's `compared` says it
     why: str = ""  # why the proof does not reach it; "": as for others of its kind
@@ -120,11 +121,12 @@ def _stated(where: str, entry: Mapping[str, object]) -> dict[str, Any]:
         "what": (str,), "why": (str,), "place": (int,), "advised": (bool,), "restarts": (bool,),
         "loads": (bool,), "offloads": (bool,), "beside": (dict,),
         "also": (list, tuple), "than": (list, tuple), "phases": (list, tuple), "joint": (list, tuple),
+        "shortens": (list, tuple),
     }  # fmt: skip
     for name, kind in kinds.items():
         if name in given and (not isinstance(given[name], kind) or (kind == (int,) and isinstance(given[name], bool))):
             raise ConfigError(f"{where}: {name} must be {_KINDS[kind[0]]}; got {given[name]!r}")
-    for name in ("also", "than", "less", "frees", "phases", "joint"):
+    for name in ("also", "than", "less", "frees", "phases", "joint", "shortens"):
         if isinstance(given.get(name), list):
             given[name] = tuple(cast("list[object]", given[name]))
     if "less" in given and not isinstance(given["less"], tuple) and given["less"] not in get_args(Less):
