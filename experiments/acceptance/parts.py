@@ -34,9 +34,6 @@ def _python(*words: str) -> tuple[str, ...]:
 PARTS = (
     Part("search", "README's own search", _python("-m", "experiments.acceptance.first_search"),
          "acceptance/first_search.json", figures.search_figures, 1),
-    Part("older", "commands beside the commit on which their goals were set, in turns, on one machine", (),
-         "acceptance/older.json", figures.older_figures, 0, needs="half an hour of a machine of its own: "
-         "python -m experiments.acceptance.older"),
     Part("seeds", "the five seeds' configurations, predicted", _python("experiments/seeds/run.py"),
          "seeds/results.json", figures.seed_figures, 2),
     Part("threads", "users' threads: symptom and accepted fix",
@@ -65,6 +62,9 @@ PARTS = (
          figures.forecast_figures, 5),
     Part("engines", "throughputs of vLLM that others published", _python("-m", "experiments.engines"),
          "engines/table.md", standing.engine_figures, 0.5),
+    Part("older", "commands beside the commit on which their goals were set, in turns, on one machine", (),
+         "acceptance/older.json", figures.older_figures, 0, needs="half an hour of a machine of its own: "
+         "python -m experiments.acceptance.older"),
     Part("cards", "bytes and seconds on H100s and an H200 of ours", (), "gpu", standing.card_figures, 0,
          needs="an H100 and an H200"),
     Part("oracle", "bytes against torch's own CUDA allocator", (), "oracle", standing.oracle_figures, 0,
