@@ -67,9 +67,10 @@ class Law:
 
     def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
         micro, generated = values["B"], values.get("G", values["B"])
+        update = self._update * (0.1 + 0.2 * micro)
         return {
             "decode": 1e-2 * decode_steps * self._decode * (1 + 0.01 * generated),
-            "update": self._update * (0.1 + 0.2 * micro), "optimizer": np.full(len(micro), 0.1 + self._seconds),
+            "update": update, "update+": update, "optimizer": np.full(len(micro), 0.1 + self._seconds),
         }  # fmt: skip
 
 
@@ -115,7 +116,8 @@ def truth(forecast: Forecast) -> tuple[Floats, Floats]:
         one = {"B": np.array([float(shape.micro)]), "G": np.array([float(shape.generated)])}
         used[place] = CONTEXT_BYTES + max(float(peak[0]) for peak in law.peaks(one, 1).values())
         seconds = law.seconds(one, 1, np.array([float(shape.completion)]))
-        often = {"decode": shape.accumulation / shape.chunk, "update": shape.accumulation, "optimizer": 1}
+        later = shape.accumulation - 1
+        often = {"decode": shape.accumulation / shape.chunk, "update": 1, "update+": later, "optimizer": 1}
         step[place] = sum(often[name] * float(each[0]) for name, each in seconds.items())
     return used, step
 
@@ -267,7 +269,8 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
     other: Structure = (("gradient_checkpointing", False),)
     made = {s: Made(model=cast(MassModel, ByTokens(dict(s))), layers=1) for s in (own, other)}
     composer = Composer(
-        own=own, pairs={}, sketches=made, whole={own: made[own]}, completion=768, chunk=1, prompt_tokens=512
+        own=own, pairs={}, sketches=made, whole={own: made[own]}, completion=768, chunks=lambda _: 1,
+            prompt_tokens=512,
     )
     shapes = tuple(Shape(micro, 4, 1, completion, 0) for micro in (1, 8) for completion in (256, 768, 1536))
     told = composer.told(other, shapes)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -234,7 +234,7 @@ class Composer:
     sketches: dict[Structure, Made]
     whole: Mapping[Structure, Made]
     completion: int  # of the sketches
-    chunk: int  # micro-batches of a rollout of the sketches
+    chunks: Callable[[Structure], int]  # micro-batches of a rollout of a structure's sketch
     prompt_tokens: int = 0  # of the longest prompt
 
     def told(self, structure: Structure, shapes: tuple[Shape, ...]) -> Told | None:
@@ -305,7 +305,7 @@ class Composer:
     @cached_property
     def _idle(self) -> frozenset[Setting]:
         """Settings with a sketch that equals the sketch without them."""
-        shapes = tuple(Shape(b, 1, self.chunk, self.completion, 0) for b in (1, 4, 16, 64))
+        shapes = tuple(Shape(b, 1, self.chunks(self.own), self.completion, 0) for b in (1, 4, 16, 64))
         return frozenset(setting for setting in self.pairs if _alike(*self._pair(setting, shapes)))
 
     def _pair(self, setting: Setting, shapes: tuple[Shape, ...]) -> tuple[Sketched | None, Sketched | None]:
@@ -320,7 +320,7 @@ class Composer:
         key = structure, shapes
         if key not in self._sketched:
             self._sketched[key] = Sketched.of(
-                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunk,
+                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunks(structure),
                 prompt=self.prompt_tokens,
             )  # fmt: skip
         return self._sketched[key]
@@ -385,7 +385,7 @@ def _change_seconds(
             ratio = (0.0 if new is None else new) / np.maximum(old, 1e-12)
             seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) * ratio
         elif new is not None:
-            seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes) * new
+            seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes, after) * new
 
 
 def _new(known: Mapping[str, Floats], sketched: Mapping[str, Floats]) -> list[str]:
