@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
@@ -255,7 +255,7 @@ class Composer:
         seconds, engine = dict(parts.seconds), made.model.engine
         for before, after in effects:
             _change_seconds(seconds, before.seconds, after.seconds, shapes)
-            engine = after.engine if after.engine != before.engine else engine
+            engine = _changed_engine(engine, before.engine, after.engine)
         added = self._composed(changed_bytes(parts.peaks, effects), seconds, shapes, engine)
         live = added.live_bytes
         if structure in self.sketches:
@@ -372,6 +372,14 @@ def _changed(
         scaled = found * new / np.maximum(old, 1.0)
         found = np.where(old > 0, scaled, found + new) if multiplied else found + new - old
     return found
+
+
+def _changed_engine(engine: Engine | None, before: Engine | None, after: Engine | None) -> Engine | None:
+    """`engine` with what changed from `before` to `after`, so that changes of several settings add up."""
+    if type(before) is not type(after) or type(engine) is not type(after) or engine is None or after is None:
+        return engine if before == after else after
+    names = (each.name for each in fields(after))
+    return replace(engine, **{n: value for n in names if (value := getattr(after, n)) != getattr(before, n)})
 
 
 def _change_seconds(

@@ -87,7 +87,7 @@ def _row(made: Forecast, estimator: Estimator, place: int) -> Row:
     changes = made.space.yaml_changes(predictions.candidates[place])
     result = estimator.probe(merge(estimator.recipe.values, changes))
     row = {
-        "changes": changes, "source": str(made.sources[place]),
+        "changes": changes, "source": str(made.sources[place]) if made.sources else "visited",
         "forecast_bytes": round(float(predictions.device_used_bytes[place])),
         "forecast_s": round(float(predictions.step_s[place]), 4),
     }  # fmt: skip
