@@ -176,8 +176,12 @@ class Recording:
         marks = _Marks(gpu, accumulation=point.accumulation, served=passes * point.chunk, evaluates=evaluates)
         with Scratch("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
-            marks.is_alone = Launch.of(self.values).is_alone
-            marks.one_in_first_step = Launch.of(self.values).is_plain  # DDP makes its buckets anew at the second
+            launch = Launch.of(self.values)
+            marks.is_alone = launch.is_alone
+            if launch.is_plain:
+                marks.one_in_first_step = "first"
+            elif not launch.is_deepspeeds and not launch.server_ranks and keys.rollout is None:
+                marks.one_in_first_step = "last"  # DeepSpeed counts the micro-batches by itself
             run = self.trainer.build(changed, task)
             run.train(marks)
         marks.enter("end")
