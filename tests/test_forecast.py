@@ -14,12 +14,11 @@ from architectures import ROLLOUTS, random_config, write_model
 from recipes import grpo_recipe
 from transformers import Qwen3Config
 
-from autofit.fakegpu.formula.formula import Floats, MassModel
-from autofit.fakegpu.specs import gpu_spec
-from autofit.files import write_json
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
-from autofit.fakegpu.specs import HostCosts
+from autofit.fakegpu.formula.formula import Floats, MassModel
+from autofit.fakegpu.specs import HostCosts, gpu_spec
+from autofit.files import write_json
 from autofit.forecast import worker
 from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Sketched
@@ -292,7 +291,8 @@ def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
     class Serves(Law):
         def __init__(self, values: Mapping[str, Any]) -> None:
             super().__init__(values)
-            self.engine = replace(awake, sleeps=values["sleeps"], most_sequences=124 if values["wide"] else 20)  # type: ignore[assignment]
+            sequences = 124 if values["wide"] else 20
+            self.engine = replace(awake, sleeps=values["sleeps"], most_sequences=sequences)  # type: ignore[assignment]
 
     structures = [(("sleeps", sleeps), ("wide", wide)) for sleeps in (False, True) for wide in (False, True)]
     own, wide, sleeps, both = structures

@@ -134,7 +134,8 @@ def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()
     """How often `segment` runs in an optimizer step, of all the `segments` that a model tells apart.
 
     The update of the first micro-batch makes the gradients, to which later ones add theirs; the last of several adds
-    them up over the ranks. Without completions there are no rollouts, and what is scored before the training (DPO's reference) is one micro-batch after the other.
+    them up over the ranks. Without completions there are no rollouts, and what is scored before the training (DPO's
+    reference) is one micro-batch after the other.
     """
     accumulation = np.array([s.accumulation for s in shapes], float)
     if segment == UPDATE + LATER:
