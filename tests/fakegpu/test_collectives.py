@@ -299,18 +299,18 @@ def gathered(layers: int, rows: int) -> tuple[KernelKinds, float, FakeGpu]:
 
 def test_a_forecast_has_the_waits_of_kernels_and_collectives_for_each_other() -> None:
     """All collectives of a phase were taken to overlap with all of its kernels: an update of FSDP2 was 28 % short."""
-    (low, low_s, gpu), (high, high_s, _), (wide, *_) = gathered(4, 2048), gathered(5, 2048), gathered(4, 3072)
-    symbols = Symbols(("B", "T"), (2048.0, 0.0), rounds=False)
+    (low, low_s, gpu), (high, high_s, _), (wide, *_) = gathered(4, 8192), gathered(5, 8192), gathered(4, 12288)
+    symbols = Symbols(("B", "T"), (8192.0, 0.0), rounds=False)
     symbols.start({**low.per_segment, **high.per_segment})
-    symbols.vary("B", 3072.0, low.per_segment, wide.per_segment)
+    symbols.vary("B", 12288.0, low.per_segment, wide.per_segment)
     rows = KernelRows.of(low, high, symbols, layers=(4, 5), kernels=gpu.clock.kernels)
 
     def told(layers: int, rows_: int) -> float:
         return float(rows.seconds(np.array([[float(rows_)]]), layers, np.zeros(1))["update"][0])
 
-    assert [told(4, 2048), told(5, 2048)] == pytest.approx([low_s, high_s], rel=1e-9)
-    assert told(4, 3072) == pytest.approx(gathered(4, 3072)[1], rel=1e-6)
-    assert told(12, 65536) == pytest.approx(gathered(12, 65536)[1], rel=0.005)
+    assert [told(4, 8192), told(5, 8192)] == pytest.approx([low_s, high_s], rel=1e-9)
+    assert told(4, 12288) == pytest.approx(gathered(4, 12288)[1], rel=1e-6)
+    assert told(12, 24576) == pytest.approx(gathered(12, 24576)[1], rel=0.005)
 
 
 def test_a_forecast_lets_the_gathers_of_a_decode_step_overlap_with_its_kernels() -> None:
