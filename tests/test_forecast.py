@@ -294,8 +294,8 @@ def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
             sequences = 124 if values["wide"] else 20
             self.engine = replace(awake, sleeps=values["sleeps"], most_sequences=sequences)  # type: ignore[assignment]
 
-    structures = [(("sleeps", sleeps), ("wide", wide)) for sleeps in (False, True) for wide in (False, True)]
-    own, wide, sleeps, both = structures
+    each: list[Structure] = [(("sleeps", s), ("wide", w)) for s in (False, True) for w in (False, True)]
+    own, wide, sleeps, both = each
     made = {s: Made(model=cast(MassModel, Serves(dict(s))), layers=1) for s in (own, wide, sleeps)}
     composer = Composer(
         own=own, pairs={("wide", True): (wide, own), ("sleeps", True): (sleeps, own)}, sketches=made,

@@ -280,7 +280,9 @@ def gathered(layers: int, rows: int) -> tuple[KernelKinds, float, FakeGpu]:
         def gather() -> torch.cuda.Event:
             with torch.cuda.stream(ahead):
                 dist.all_gather_into_tensor(part, part[: width // 4])
-            return ahead.record_event()
+            there = torch.cuda.Event()
+            there.record(ahead)
+            return there
 
         there = gather()
         for layer in range(layers):
