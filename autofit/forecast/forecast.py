@@ -38,10 +38,11 @@ from autofit.forecast.predictions import (
     unique,
 )
 from autofit.probing.fork_server import ForkServer
-from autofit.recipe.keys import TIERS
+from autofit.recipe.keys import LAUNCH, TIERS
 from autofit.recipe.recipe import merge
 from autofit.space.space import Candidate, Space, Value
 
+SHARDING = f"{LAUNCH}.sharding"
 LONGER = 4  # models are valid for completions up to this multiple of the space's longest
 _FEW = 2  # structures that are all traced in full: composing them would take as long
 _MOST_SKETCHED = 12  # further structures that are sketched because one of their candidates may be the best
@@ -214,6 +215,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
 def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> list[Structure]:
     """The structures with two changes of which one decides what the other does (`Traits.joint`)."""
     joint = {(knob.name, other) for knob in space.knobs for other in knob.traits.joint}
+    joint |= {(SHARDING, PADDED), (SHARDING, ONE)}  # what is gathered hides kernels, and whole gradients are kept or not
     changes = {s: [name for name, *_ in differences(s, own)] for s in structures}
     return [s for s, names in changes.items() if len(names) == 2 and joint & set(permutations(names))]
 
