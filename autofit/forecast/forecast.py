@@ -215,7 +215,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
 def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> list[Structure]:
     """The structures with two changes of which one decides what the other does (`Traits.joint`)."""
     joint = {(knob.name, other) for knob in space.knobs for other in knob.traits.joint}
-    joint |= {(SHARDING, PADDED), (SHARDING, ONE)}  # what is gathered hides kernels, and whole gradients are kept or not
+    joint |= {(SHARDING, PADDED), (SHARDING, ONE)}  # gathers hide kernels; whole gradients are kept or not
     changes = {s: [name for name, *_ in differences(s, own)] for s in structures}
     return [s for s, names in changes.items() if len(names) == 2 and joint & set(permutations(names))]
 
