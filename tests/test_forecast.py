@@ -14,8 +14,10 @@ from architectures import ROLLOUTS, random_config, write_model
 from recipes import grpo_recipe
 from transformers import Qwen3Config
 
+from autofit.fakegpu.engines.forward import Decoder
+from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
-from autofit.fakegpu.specs import gpu_spec
+from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.files import write_json
 from autofit.forecast import worker
 from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
@@ -67,9 +69,10 @@ class Law:
 
     def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
         micro, generated = values["B"], values.get("G", values["B"])
+        update = self._update * (0.1 + 0.2 * micro)
         return {
             "decode": 1e-2 * decode_steps * self._decode * (1 + 0.01 * generated),
-            "update": self._update * (0.1 + 0.2 * micro), "optimizer": np.full(len(micro), 0.1 + self._seconds),
+            "update": update, "update+": update, "optimizer": np.full(len(micro), 0.1 + self._seconds),
         }  # fmt: skip
 
 
@@ -115,7 +118,8 @@ def truth(forecast: Forecast) -> tuple[Floats, Floats]:
         one = {"B": np.array([float(shape.micro)]), "G": np.array([float(shape.generated)])}
         used[place] = CONTEXT_BYTES + max(float(peak[0]) for peak in law.peaks(one, 1).values())
         seconds = law.seconds(one, 1, np.array([float(shape.completion)]))
-        often = {"decode": shape.accumulation / shape.chunk, "update": shape.accumulation, "optimizer": 1}
+        later = shape.accumulation - 1
+        often = {"decode": shape.accumulation / shape.chunk, "update": 1, "update+": later, "optimizer": 1}
         step[place] = sum(often[name] * float(each[0]) for name, each in seconds.items())
     return used, step
 
@@ -267,13 +271,42 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
     other: Structure = (("gradient_checkpointing", False),)
     made = {s: Made(model=cast(MassModel, ByTokens(dict(s))), layers=1) for s in (own, other)}
     composer = Composer(
-        own=own, pairs={}, sketches=made, whole={own: made[own]}, completion=768, chunk=1, prompt_tokens=512
-    )
+        own=own, pairs={}, sketches=made, whole={own: made[own]}, completion=768, chunks=lambda _: 1,
+        prompt_tokens=512,
+    )  # fmt: skip
     shapes = tuple(Shape(micro, 4, 1, completion, 0) for micro in (1, 8) for completion in (256, 768, 1536))
     told = composer.told(other, shapes)
     assert told is not None
     assert told.source is Source.SKETCHED
     assert told.live_bytes == pytest.approx([16e9 + 5e6 * s.micro * (512 + s.completion) for s in shapes])
+
+
+def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
+    """The engine of the last setting was taken whole: a sleeping one of many sequences held its cache in the update."""
+    card = gpu_spec("a100-80gb")
+    decoder = Decoder(hidden=64, layers=2, heads=2, key_heads=2, head_dim=32, intermediate=128, vocab=512)
+    awake = VllmEngine(spec=card, costs=HostCosts(), weights_bytes=10**9, utilization=0.3, longest=1024,
+                       decoder=decoder, most_sequences=20)  # fmt: skip
+
+    class Serves(Law):
+        def __init__(self, values: Mapping[str, Any]) -> None:
+            super().__init__(values)
+            sequences = 124 if values["wide"] else 20
+            self.engine = replace(awake, sleeps=values["sleeps"], most_sequences=sequences)  # type: ignore[assignment]
+
+    each: list[Structure] = [(("sleeps", s), ("wide", w)) for s in (False, True) for w in (False, True)]
+    own, wide, sleeps, both = each
+    made = {s: Made(model=cast(MassModel, Serves(dict(s))), layers=1) for s in (own, wide, sleeps)}
+    composer = Composer(
+        own=own, pairs={("wide", True): (wide, own), ("sleeps", True): (sleeps, own)}, sketches=made,
+        whole={own: made[own]}, completion=256, chunks=lambda _: 1, prompt_tokens=64,
+    )  # fmt: skip
+    shapes = (Shape(4, 2, 2, 256, 0, share=0.3),)
+    awake_bytes, asleep_bytes, both_bytes = (
+        float(told.parts.peaks["update"][0]) for s in (wide, sleeps, both) if (told := composer.told(s, shapes))
+    )
+    assert both_bytes == pytest.approx(asleep_bytes)
+    assert both_bytes < awake_bytes - 0.2 * card.capacity_bytes
 
 
 def test_a_sketch_of_samples_without_completions_holds_as_many_as_a_micro_batch_has() -> None:
@@ -286,28 +319,31 @@ def test_a_sketch_of_samples_without_completions_holds_as_many_as_a_micro_batch_
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "padded", "chosen"),
+    ("tokens", "hidden", "mlp", "sequences", "padded", "chosen"),
     [
-        (1024, 2048, False, (3, 4)),  # two samples have as many tokens as the model has features
-        (1024, 2304, False, (2, 3)),
-        (1000, 2048, False, (2, 3)),
-        (2048, 512, False, (1, 2)),
-        (2048, 512, True, (2, 3)),  # one sample alone has no padding, and another kernel of attention
+        (1024, 2048, 6144, 1, False, (3, 4)),  # two samples have as many tokens as the model has features
+        (1024, 2048, 8192, 1, False, (3, 4)),  # four have half of those of the MLP, which is no size of a product
+        (1024, 3072, 8192, 1, False, (2, 4)),  # three have as many as the model has features
+        (1024, 3072, 8192, 2, False, (2, 3)),  # of pairs, four have those of the MLP
+        (1024, 2304, 6144, 1, False, (2, 3)),
+        (1000, 2048, 6144, 1, False, (2, 3)),
+        (2048, 512, 6144, 1, False, (1, 2)),
+        (2048, 512, 6144, 1, True, (2, 3)),  # one sample alone has no padding, and another kernel of attention
     ],
 )
 def test_samples_of_a_trace_have_tokens_that_are_no_size_of_the_model(
-    tokens: int, hidden: int, padded: bool, chosen: tuple[int, int]
+    tokens: int, hidden: int, mlp: int, sequences: int, padded: bool, chosen: tuple[int, int]
 ) -> None:
     """With 2,048 tokens before 2,048 features the products were forecast 3.7 times too fast, and the update 19 %."""
     config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=6144, num_hidden_layers=4, num_attention_heads=hidden // 128,
+        hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=4, num_attention_heads=hidden // 128,
         num_key_value_heads=8, head_dim=128, vocab_size=4000,
     )  # fmt: skip
     structure = worker.Structure(
         trainer="sft", keys=BatchKeys(micro_batch="b", accumulation="a"), tile_tokens=4096, values={}, device="sim:l4",
         worst_case="", large=False, padded=padded, reused=False, varies_rank=False, ranges={}, hold_out={},
     )  # fmt: skip
-    vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens})
+    vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens, "lengths": {"sequences": sequences}})
     base = structure._base().micro_batch
     assert (base, structure._wider(base)) == chosen
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from autofit.fakegpu import fake_gpu
@@ -148,9 +149,12 @@ def test_the_micro_batches_of_a_step_are_alike_where_a_probe_repeats_one_sample(
     assert every() == 0
 
 
-def test_a_forecast_computes_the_first_micro_batch_alone_of_the_first_step() -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_a_forecast_computes_one_micro_batch_alone_of_the_first_step(last: bool) -> None:
+    """Of several ranks the last, in which they add up their gradients."""
     trainer, found = counting(gradient_accumulation_steps=4)
-    compute_one_in_first_step(trainer)
-    assert {trainer.training_step(None, {}, None).dtype for _ in range(8)} == {torch.bfloat16}
-    assert found == [0, 4, 5, 6, 7]
+    compute_one_in_first_step(trainer, last=last)
+    kinds = [trainer.training_step(None, {}, None).dtype for _ in range(8)]
+    assert set(kinds[3:]) == {torch.bfloat16}
+    assert found == [3 if last else 0, 4, 5, 6, 7]
     assert trainer._step == 8

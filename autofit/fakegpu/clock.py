@@ -98,7 +98,8 @@ _UNKNOWN = _Cost(Work("", (), 0.0, 0, False, 0, 0), None, 0.0, "others", False)
 class OperationLog(Protocol):
     """A listener of the clock: every operation on the GPU, the decode steps of a rollout, and its engine."""
 
-    aside: bool  # whether the kernel to come is a copy that overlaps with the others
+    aside: bool  # whether the kernel to come is a copy or a collective that overlaps with the others
+    lanes: Sequence[int]  # of the kernel to come: that in which it runs, and those whose work it comes after
     of_step: bool  # whether what comes is a whole step's, though it comes with the last micro-batch
 
     def view(self) -> None: ...
@@ -232,8 +233,9 @@ class Clock:
             rate = self.spec.host_link_bytes_per_s / self.kernels.flops_frac
             work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
             self.log.aside = stream != MAIN
+            self.log.lanes = (Lane.GPU,) if stream == MAIN else (Lane.COPIES, *self._copying(stream))
             self.log.kernel(func, (), out, work=work, times=(0,), by=Launch.PLAIN)
-            self.log.aside = False
+            self.log.aside, self.log.lanes = False, (Lane.GPU,)
             if waits:
                 self._host_waits(Lane.GPU if stream == MAIN else Lane.COPIES)
 
@@ -262,9 +264,11 @@ class Clock:
             item_bytes = call.tensors[0].element_size() if call.tensors else 1
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
-            self.log.aside = not blocks
+            self.log.aside, self.log.lanes = not blocks, (lane, Lane.GATHERS, Lane.REDUCTIONS, *before)
             self.log.kernel(func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=Launch.PLAIN)
-            self.log.aside = False
+            self.log.aside, self.log.lanes = False, (Lane.GPU,)
+            if blocks:
+                self.log.wait((Lane.GPU,), self.log.moment((lane,)))
 
     def collective_s(self, call: Call) -> float:
         """Seconds of a collective by itself."""

@@ -11,9 +11,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
@@ -234,7 +234,7 @@ class Composer:
     sketches: dict[Structure, Made]
     whole: Mapping[Structure, Made]
     completion: int  # of the sketches
-    chunk: int  # micro-batches of a rollout of the sketches
+    chunks: Callable[[Structure], int]  # micro-batches of a rollout of a structure's sketch
     prompt_tokens: int = 0  # of the longest prompt
 
     def told(self, structure: Structure, shapes: tuple[Shape, ...]) -> Told | None:
@@ -255,7 +255,7 @@ class Composer:
         seconds, engine = dict(parts.seconds), made.model.engine
         for before, after in effects:
             _change_seconds(seconds, before.seconds, after.seconds, shapes)
-            engine = after.engine if after.engine != before.engine else engine
+            engine = _changed_engine(engine, before.engine, after.engine)
         added = self._composed(changed_bytes(parts.peaks, effects), seconds, shapes, engine)
         live = added.live_bytes
         if structure in self.sketches:
@@ -305,7 +305,7 @@ class Composer:
     @cached_property
     def _idle(self) -> frozenset[Setting]:
         """Settings with a sketch that equals the sketch without them."""
-        shapes = tuple(Shape(b, 1, self.chunk, self.completion, 0) for b in (1, 4, 16, 64))
+        shapes = tuple(Shape(b, 1, self.chunks(self.own), self.completion, 0) for b in (1, 4, 16, 64))
         return frozenset(setting for setting in self.pairs if _alike(*self._pair(setting, shapes)))
 
     def _pair(self, setting: Setting, shapes: tuple[Shape, ...]) -> tuple[Sketched | None, Sketched | None]:
@@ -320,7 +320,7 @@ class Composer:
         key = structure, shapes
         if key not in self._sketched:
             self._sketched[key] = Sketched.of(
-                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunk,
+                made.model, made.layers, shapes, completion=self.completion, chunk=self.chunks(structure),
                 prompt=self.prompt_tokens,
             )  # fmt: skip
         return self._sketched[key]
@@ -374,6 +374,14 @@ def _changed(
     return found
 
 
+def _changed_engine(engine: Engine | None, before: Engine | None, after: Engine | None) -> Engine | None:
+    """`engine` with what changed from `before` to `after`, so that changes of several settings add up."""
+    if type(before) is not type(after) or type(engine) is not type(after) or engine is None or after is None:
+        return engine if before == after else after
+    names = (each.name for each in fields(after))
+    return replace(engine, **{n: value for n in names if (value := getattr(after, n)) != getattr(before, n)})
+
+
 def _change_seconds(
     seconds: dict[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats], shapes: Sequence[Shape]
 ) -> None:
@@ -385,7 +393,7 @@ def _change_seconds(
             ratio = (0.0 if new is None else new) / np.maximum(old, 1e-12)
             seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) * ratio
         elif new is not None:
-            seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes) * new
+            seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes, after) * new
 
 
 def _new(known: Mapping[str, Floats], sketched: Mapping[str, Floats]) -> list[str]:

@@ -14,8 +14,9 @@ from autofit.forecast.predictions import LATER, Shape
 from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SCORING, SYNC, UPDATE, WAKE_UP
 
 Engine = VllmEngine | PagedBatching
-_ONCE = ("optimizer", "between")  # segments that run once in an optimizer step
-OF_MICRO_BATCH = (UPDATE, *_ONCE)
+LAST = "!"  # suffix of the segment of a step's last micro-batch, where several ranks add up their gradients in it
+_ONCE = (UPDATE, UPDATE + LATER + LAST, "optimizer", "between")  # segments that run once in an optimizer step
+OF_MICRO_BATCH = (UPDATE, "optimizer", "between")
 _OF_ROLLOUT = (ROLLOUT, WAKE_UP, SYNC, DECODE)
 
 
@@ -132,16 +133,14 @@ def live_bytes(peaks: Mapping[str, Floats], shapes: Sequence[Shape]) -> Floats:
 def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()) -> Floats:
     """How often `segment` runs in an optimizer step, of all the `segments` that a model tells apart.
 
-    The update of the first micro-batch makes the gradients, to which later ones add theirs. Without completions there
-    are no rollouts, and what is scored before the training (DPO's reference) is one micro-batch after the other.
+    The update of the first micro-batch makes the gradients, to which later ones add theirs; the last of several adds
+    them up over the ranks. Without completions there are no rollouts, and what is scored before the training (DPO's
+    reference) is one micro-batch after the other.
     """
     accumulation = np.array([s.accumulation for s in shapes], float)
     if segment == UPDATE + LATER:
-        return accumulation - 1.0
-    if segment == UPDATE and UPDATE + LATER in segments:
-        return np.ones(len(shapes))
-    scored_before = segment == SCORING and not any(s.completion for s in shapes)
-    if segment == UPDATE or scored_before:
+        return np.maximum(0.0, accumulation - (2.0 if UPDATE + LATER + LAST in segments else 1.0))
+    if segment == SCORING and not any(s.completion for s in shapes):
         return accumulation
     if segment in _ONCE:
         return np.ones(len(shapes))
@@ -151,7 +150,7 @@ def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()
 
 def plain(segment: str) -> str:
     """The segment or phase without its suffix."""
-    return segment.removesuffix(REPEATED).removesuffix(LATER)
+    return segment.removesuffix(REPEATED).removesuffix(LAST).removesuffix(LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,22 +24,25 @@ from autofit.forecast.composed import Composer, Request, Source, Told, Workshop,
 from autofit.forecast.phases import Itinerary, predicted, toured
 from autofit.forecast.predictions import (
     LARGE,
+    ONE,
     PADDED,
     Predictions,
     Setting,
     Shape,
     Sorted,
     Structure,
+    accumulation_of,
     differences,
     is_structural,
     shape_of,
     unique,
 )
 from autofit.probing.fork_server import ForkServer
-from autofit.recipe.keys import TIERS
+from autofit.recipe.keys import LAUNCH, TIERS
 from autofit.recipe.recipe import merge
 from autofit.space.space import Candidate, Space, Value
 
+SHARDING = f"{LAUNCH}.sharding"
 LONGER = 4  # models are valid for completions up to this multiple of the space's longest
 _FEW = 2  # structures that are all traced in full: composing them would take as long
 _MOST_SKETCHED = 12  # further structures that are sketched because one of their candidates may be the best
@@ -88,7 +91,7 @@ class Forecaster:
         made = workshop.make({s: requests.whole(s) for s in whole}, {s: requests.sketch(s) for s in sketched})
         composer = Composer(
             own=own, pairs=alone, whole=made[0], sketches=made[1], completion=shape.completion,
-            chunk=requests.sketch_chunk, prompt_tokens=found.prompt_tokens,
+            chunks=requests.chunk, prompt_tokens=found.prompt_tokens,
         )  # fmt: skip
         room = math.inf if limit_bytes is None else limit_bytes - context
         forecast = _forecast(found, composer, context)
@@ -212,6 +215,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
 def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> list[Structure]:
     """The structures with two changes of which one decides what the other does (`Traits.joint`)."""
     joint = {(knob.name, other) for knob in space.knobs for other in knob.traits.joint}
+    joint |= {(SHARDING, PADDED), (SHARDING, ONE)}  # gathers hide kernels; whole gradients are kept or not
     changes = {s: [name for name, *_ in differences(s, own)] for s in structures}
     return [s for s, names in changes.items() if len(names) == 2 and joint & set(permutations(names))]
 
@@ -257,10 +261,13 @@ class _Requests:
     device: str
     worst_case: Path
 
+    def chunk(self, structure: Structure) -> int:
+        """Micro-batches of a sketch's rollout: those of its step, or more where rollouts are reused."""
+        return accumulation_of(self._ranked, one=bool(dict(structure)[ONE])) * (2 if self._reused else 1)
+
     @property
-    def sketch_chunk(self) -> int:
-        """Micro-batches of a sketch's rollout: the two of its step, or more where rollouts are reused."""
-        return 4 if self._reused else 2
+    def _ranked(self) -> bool:
+        return not self.found.space.recipe.launch.is_alone
 
     @property
     def _reused(self) -> bool:
@@ -288,7 +295,7 @@ class _Requests:
         """A model of the micro-batch alone, at the recipe's own completion length and rank, without a test."""
         own, shapes = shape_of(self.found.space, self.found.space.baseline), self.found.shapes
         micro = _span(n for s in shapes for n in (s.micro, s.generated))
-        point = {"C": own.completion, "r": own.rank, "chunk": self.sketch_chunk}
+        point = {"C": own.completion, "r": own.rank, "chunk": self.chunk(structure)}
         ranges = {"B": micro, **self._lengths_and_ranks(shapes)}
         return {**self._common(structure), "hold_out": point, "ranges": ranges, "sketch": True}
 
@@ -298,7 +305,7 @@ class _Requests:
             "trainer": recipe.trainer, "keys": recipe.keys.to_json(), "tile_tokens": recipe.tile_tokens,
             "architecture": recipe.architecture_hash, "device": self.device, "worst_case": str(self.worst_case),
             "values": merge(recipe.values, space.yaml_changes(self.found.representative(structure))),
-            "large": settings[LARGE], "padded": settings[PADDED], "reused": self._reused,
+            "large": settings[LARGE], "padded": settings[PADDED], "one": settings[ONE], "reused": self._reused,
             "varies_rank": recipe.uses_lora, "evaluated_group": recipe.evaluated_group,
         }  # fmt: skip
 

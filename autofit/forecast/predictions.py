@@ -130,9 +130,10 @@ def _thinned(points: Floats) -> NDArray[np.intp]:
 # -- the structure and the shape of a candidate -----------------------------------------------------------------------
 
 LATER = "+"  # suffix of a phase in which gradients of an earlier micro-batch are alive
-LARGE, PADDED = "micro-batch above a tile", "micro-batch with padding"  # settings of a structure that are no knobs
+# Settings of a structure that are no knobs.
+LARGE, PADDED, ONE = "micro-batch above a tile", "micro-batch with padding", "one micro-batch a step on several ranks"
 Setting = tuple[str, Value]
-Structure = tuple[Setting, ...]  # the settings in the space's order, then LARGE and PADDED
+Structure = tuple[Setting, ...]  # the settings in the space's order, then LARGE, PADDED and ONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,8 @@ class Sorted:
             varied = tuple([values[i] for i in varying])
             if (shape := shapes.get(varied)) is None:
                 shape = shapes[varied] = shape_of(space, candidate)
-            key = (*[values[i] for i in fixed], _is_large(space.recipe, shape), shape.micro)
+            is_one = _is_one(space.recipe, shape)
+            key = (*[values[i] for i in fixed], _is_large(space.recipe, shape), shape.micro, is_one)
             if (structure := structures.get(key)) is None:
                 structure = structures[key] = self.structure(space, candidate)
             of_each.append(shape)
@@ -221,7 +223,8 @@ class Sorted:
         names = [k.name for k in self.space.knobs if is_structural(self.space, k.name)]
         limit = params.get(recipe.keys.length or "", recipe.resolved.get(recipe.keys.length or ""))
         padded = is_padded(self.facts, shape.micro, limit if isinstance(limit, int) else None)
-        return (*((n, params[n]) for n in names), (LARGE, _is_large(recipe, shape)), (PADDED, padded))
+        others = (LARGE, _is_large(recipe, shape)), (PADDED, padded), (ONE, _is_one(recipe, shape))
+        return (*((n, params[n]) for n in names), *others)
 
     def representative(self, structure: Structure) -> Candidate:
         """The unchanged recipe with the knobs' values of `structure`."""
@@ -294,6 +297,19 @@ def _is_large(recipe: Recipe, shape: Shape) -> bool:
     """Whether a micro-batch has more tokens than one tile of the loss."""
     tokens = shape.completion if recipe.generates else recipe.longest_sample_tokens or 0
     return recipe.tile_tokens is not None and shape.micro * tokens > recipe.tile_tokens
+
+
+def accumulation_of(ranked: bool, *, one: bool) -> int:
+    """Micro-batches of a traced step: the first and the last, and on several ranks one between, unless there is `one`.
+
+    The last adds up the gradients of the ranks.
+    """
+    return 1 if one else 3 if ranked else 2
+
+
+def _is_one(recipe: Recipe, shape: Shape) -> bool:
+    """Whether the only micro-batch of a step also communicates its gradients; of several mostly the last does."""
+    return shape.accumulation == 1 and not recipe.launch.is_alone
 
 
 # Settings whose seconds on a simulated card are a lower bound: the optimizer's step on the host is not timed.

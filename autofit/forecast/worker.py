@@ -37,8 +37,8 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, write_json, written_json
-from autofit.forecast.evaluation import OF_MICRO_BATCH, Evaluated, Parts, plain
-from autofit.forecast.predictions import LATER, Shape
+from autofit.forecast.evaluation import LAST, OF_MICRO_BATCH, Evaluated, Parts, plain
+from autofit.forecast.predictions import LATER, Shape, accumulation_of
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import (
     EVALUATION,
@@ -176,7 +176,12 @@ class Recording:
         marks = _Marks(gpu, accumulation=point.accumulation, served=passes * point.chunk, evaluates=evaluates)
         with Scratch("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
-            marks.one_in_first_step = Launch.of(self.values).is_plain  # DDP makes its buckets anew at the second
+            launch = Launch.of(self.values)
+            marks.is_alone = launch.is_alone
+            if launch.is_plain:
+                marks.one_in_first_step = "first"
+            elif not launch.is_deepspeeds and not launch.server_ranks and keys.rollout is None:
+                marks.one_in_first_step = "last"  # DeepSpeed counts the micro-batches by itself
             run = self.trainer.build(changed, task)
             run.train(marks)
         marks.enter("end")
@@ -221,6 +226,8 @@ class _Marks(Report):
         self.at = LOAD
         self.second_step = 0  # number of the mark at which it begins
         self.later = False
+        self.is_alone = True  # False: gradients of several ranks are added up in a step's last micro-batch
+        self._trained = 0  # micro-batches of this step
         self.repeats: dict[str, float] = {}
         self.scored_before = 0  # micro-batches that were scored before the training (DPO's reference)
         self._trains = False
@@ -234,8 +241,12 @@ class _Marks(Report):
         stretch = clock.cut() if isinstance(clock, LayerClock) else 0
         self.marks.append(Mark(name=name, event=len(self._gpu.memory.log), stretch=stretch))
         self._gpu.memory.enter_phase(name)
-        self.log.phase = name if phase == UPDATE else phase
+        self.log.phase = name + self._last if phase == UPDATE else phase
         return left
+
+    @property
+    def _last(self) -> str:
+        return LAST if self.later and not self.is_alone and self._trained == self._accumulation - 1 else ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -253,13 +264,14 @@ class _Marks(Report):
 
         A micro-batch of the second that is like the first's is played from it, so that one is recorded too.
         """
-        self.later, is_second = False, step == 1
+        self.later, self._trained, is_second = False, 0, step == 1
         self._trains = True
         self._measure(on=True)
         self._gpu.skips_rollouts = self._samples_each_step and not is_second
         if is_second:
             self.log.restart(kept=SCORING if self.scored_before else "")
-            self.repeats = {UPDATE: 1, UPDATE + LATER: self._accumulation - 1}
+            last = 0 if self.is_alone else 1
+            self.repeats = {UPDATE: 1, UPDATE + LATER: self._accumulation - 1 - last, UPDATE + LATER + LAST: last}
             self.second_step = len(self.marks)
         self.enter(UPDATE)
 
@@ -271,7 +283,7 @@ class _Marks(Report):
         return Control(evaluate=self._evaluates and step > 1)
 
     def micro_step_ends(self) -> None:
-        self.later = True
+        self.later, self._trained = True, self._trained + 1
         self.enter(UPDATE)
 
     def gradient_is_whole(self, model: object, optimizer: object) -> None:
@@ -325,6 +337,7 @@ class Structure:
     worst_case: str
     large: bool  # True: micro-batches have more tokens than a tile
     padded: bool = False  # whether the worst micro-batches have padding
+    one: bool = False  # whether a step has one micro-batch, in which several ranks add up its gradients
     reused: bool  # True: a rollout serves several optimizer steps
     varies_rank: bool
     evaluated_group: int = 1  # completions of one prompt in an evaluation
@@ -389,7 +402,7 @@ class Structure:
         return (model, *self._held_out(model, seen))
 
     def _sketched(self) -> MassModel:
-        """A model of the micro-batch alone: three traces of two micro-batches, at the recipe's completion and rank.
+        """A model of the micro-batch alone: three traces of a short step, at the recipe's completion and rank.
 
         The first of its two depths is also the base of the variation.
         """
@@ -397,7 +410,7 @@ class Structure:
         micro = self._base().micro_batch
         base = Point(
             micro_batch=micro, completion=own.get("C", 0), rank=own["r"] if self.varies_rank else None,
-            accumulation=2, chunk=own["chunk"],
+            accumulation=self._accumulation, chunk=own["chunk"],
         )  # fmt: skip
         stacks = [None if self.stack is None else replace(self.stack, traced_units=units) for units in DEPTHS]
         wider = self._wider(micro)
@@ -417,9 +430,21 @@ class Structure:
     def _wider(self, micro: int) -> int:
         if self._generates:
             return micro + 4
-        more = micro + 2
-        within = self.large or self.tile_tokens is None or more * self._sample_tokens <= self.tile_tokens
-        return more if micro > 2 and within else micro + 1
+        usual = micro + (2 if micro > 2 and self._is_within(micro + 2) else 1)
+        others = (more for more in range(micro + 1, micro + 4) if self._is_within(more))
+        return min([usual, *others], key=self._coincides)
+
+    def _is_within(self, micro: int) -> bool:
+        return self.large or self.tile_tokens is None or micro * self._sample_tokens <= self.tile_tokens
+
+    def _coincides(self, micro: int) -> bool:
+        """Whether so many samples have as many tokens in a product as a weight has rows or columns."""
+        sequences = cast("Mapping[str, int]", self._worst_case.get("lengths") or {}).get("sequences", 1)
+        return micro * self._sample_tokens * sequences in self._taken
+
+    @cached_property
+    def _taken(self) -> set[int]:
+        return _sizes(self._config)
 
     def _base(self) -> Point:
         """A point whose numbers are hardly the size of anything else, so that each is seen in the shapes."""
@@ -428,8 +453,13 @@ class Structure:
             micro = 62 if self.large else 10
             completion = 67 + (62 - self._prompt_tokens) % 128
         rank = 7 if self.varies_rank else None
-        shape = (2, 4) if self.reused else (2, 1)
-        return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=shape[0], chunk=shape[1])
+        several = self._accumulation
+        chunk = 2 * several if self.reused else 1
+        return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=several, chunk=chunk)
+
+    @property
+    def _accumulation(self) -> int:
+        return accumulation_of(not Launch.of(self.values).is_alone, one=self.one)
 
     @property
     def _fewest_samples(self) -> int:
@@ -438,13 +468,8 @@ class Structure:
         The product of 2,048 tokens and that of a weight with 2,048 rows would be one kind of kernel.
         """
         usual, allowed = self._usual_samples
-        taken = _sizes(self._config)
-
-        def coincidences(micro: int) -> int:
-            tokens = [samples * self._sample_tokens for samples in (micro, self._wider(micro))]
-            return sum((each in taken) + (2 * each in taken) for each in tokens)  # a pair has two rows of them
-
-        return min(sorted(allowed, key=lambda micro: abs(micro - usual)), key=coincidences)
+        nearest = sorted(allowed, key=lambda micro: abs(micro - usual))
+        return min(nearest, key=lambda micro: self._coincides(micro) + self._coincides(self._wider(micro)))
 
     @property
     def _usual_samples(self) -> tuple[int, range]:

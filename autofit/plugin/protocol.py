@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 from autofit.files import written_json
 from autofit.recipe.keys import BatchKeys, Tier
@@ -172,7 +172,7 @@ class Report:
         self.enter(left)
 
     leaves_out = False  # whether the receiver repeats micro-batches that are alike by itself
-    one_in_first_step = False  # whether one micro-batch is enough for the receiver in the first step
+    one_in_first_step: Literal["", "first", "last"] = ""  # the micro-batch that is enough for the receiver in that step
 
     def train_begins(self) -> None: ...
 

@@ -141,7 +141,7 @@ class TransformersRun:
         if report.leaves_out and self.rollout_every:
             leave_out_repeated(self.trainer, report, rollout_every=self.rollout_every, kinds=self.kinds)
         if report.one_in_first_step:
-            compute_one_in_first_step(self.trainer)
+            compute_one_in_first_step(self.trainer, last=report.one_in_first_step == "last")
         self.trainer.add_callback(reporter)
         self.trainer.add_callback(self._spot)
         arguments: Any = type(self.trainer.args)  # pickled into each checkpoint (training_args.bin), tokens in clear
@@ -378,16 +378,18 @@ def leave_out_repeated(
     trainer.training_step = training_step
 
 
-def compute_one_in_first_step(trainer: Any) -> None:
+def compute_one_in_first_step(trainer: Any, *, last: bool) -> None:
     """Let the trainer compute only the first micro-batch of the first step, which already makes all gradients.
 
-    What it leaves behind for the second step is what the last one would.
+    What it leaves behind for the second step is what the last one would. Of several ranks that is the `last`, which
+    adds up their gradients.
     """
     original, done, dtype = trainer.training_step, count(), torch.float32
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal dtype
-        if 0 < next(done) < int(trainer.args.gradient_accumulation_steps):
+        number, several = next(done), int(trainer.args.gradient_accumulation_steps)
+        if number < several and number != (several - 1 if last else 0):
             return _nothing(trainer, dtype)
         loss = original(*args, **kwargs)
         dtype = loss.dtype

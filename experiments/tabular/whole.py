@@ -38,7 +38,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="a recipe's name; the others' rows stay")
     parser.add_argument("--count", type=int, default=COUNT, help="candidates of a recipe")
     options = parser.parse_args()
-    recipes = yaml.safe_load((HERE / "recipes.yaml").read_text(encoding="utf-8"))
+    recipes: dict[str, Any] = {}
+    for file in ("recipes.yaml", "further.yaml"):
+        recipes |= yaml.safe_load((HERE / file).read_text(encoding="utf-8"))
     kept = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
     for name in options.only or recipes:
         began = time.monotonic()
@@ -85,7 +87,7 @@ def _row(made: Forecast, estimator: Estimator, place: int) -> Row:
     changes = made.space.yaml_changes(predictions.candidates[place])
     result = estimator.probe(merge(estimator.recipe.values, changes))
     row = {
-        "changes": changes, "source": str(made.sources[place]),
+        "changes": changes, "source": str(made.sources[place]) if made.sources else "visited",
         "forecast_bytes": round(float(predictions.device_used_bytes[place])),
         "forecast_s": round(float(predictions.step_s[place]), 4),
     }  # fmt: skip

@@ -15,7 +15,6 @@ from autofit.fakegpu.formula.polynomials import (
     COLLECTIVES,
     COMPUTING,
     COPIES,
-    COPYING,
     Factor,
     Kind,
     Polynomial,
@@ -93,9 +92,10 @@ class Counted(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of a phase, in order: a kernel or copy of a `kind`, a recorded moment, or a wait for one.
+    """A step of a phase, in order: a kernel, copy or collective of a `kind`, a recorded moment, or a wait for one.
 
-    `lanes` are the clock's: the one a kernel runs in, those whose end the moment is, or those that wait.
+    `lanes` are the clock's: the one a kernel runs in, and those whose work it comes after; those whose end the moment
+    is; or those that wait.
     """
 
     host: HostCounts  # of the phase so far
@@ -118,7 +118,7 @@ class KernelKinds:
     step_before: dict[Kind, int] = field(default_factory=dict)
     position: int = 0  # tokens generated before the last decode step seen
     engine: VllmEngine | PagedBatching | None = None  # what generates, if not the model itself
-    orders: Mapping[str, Sequence[Step]] = field(default_factory=dict)  # of the phases that copy beside their kernels
+    orders: Mapping[str, Sequence[Step]] = field(default_factory=dict)  # of phases that do more than compute
 
     @staticmethod
     def segment(kind: Kind) -> str:
@@ -170,6 +170,7 @@ class KernelLog:
     def __init__(self) -> None:
         self.on = False
         self.aside = self.of_step = False
+        self.lanes: Sequence[int] = (COMPUTING,)
         self.phase = "load"
         self.phase_of_step = ""  # what the host does alone for a whole step counts there; "": in the phase it comes in
         self._decoding = False
@@ -260,7 +261,7 @@ class KernelLog:
         kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
         counts[kind] = counts.get(kind, 0) + 1
-        self._add_step((COPYING if segment.endswith(COPIES) else COMPUTING,), kind=kind)
+        self._add_step(self.lanes, kind=kind)
         if kind not in self._infos:
             self._infos[kind] = Info(work, tuple(sizes), (1,) * len(shapes) if times is None else times)
 
@@ -275,17 +276,15 @@ class KernelLog:
             counts=counts, infos=self._infos, host_counts=hosts, repeats=repeats,
             last_step=steps[-1] if len(steps) >= 2 else {}, step_before=steps[-2] if len(steps) >= 2 else {},
             position=len(steps) - 1 if len(steps) >= 2 else 0, engine=self._engine,
-            orders=self._orders_of_copies(hosts),
+            orders=self._orders_beside(hosts),
         )  # fmt: skip
 
-    def _orders_of_copies(self, hosts: Mapping[str, HostCounts]) -> dict[str, list[Step]]:
-        """The orders of the phases that have copies on a stream of their own, with their end.
+    def _orders_beside(self, hosts: Mapping[str, HostCounts]) -> dict[str, list[Step]]:
+        """The orders of the phases that have copies or collectives beside their kernels, with their end.
 
-        None of a phase with collectives, or with a call that was played, whose kernels are in no order.
+        None of a phase with a call that was played, whose kernels are in no order.
         """
-        beside = [KernelKinds.segment(kind) for kind in self._counts]
-        phases = {phase_of(name) for name in beside if COPIES in name}
-        phases -= {phase_of(name) for name in beside if COLLECTIVES in name}
+        phases = {phase_of(name) for kind in self._counts if phase_of(name := KernelKinds.segment(kind)) != name}
         launched = {phase: sum(n for kind, n in self._counts.items() if _phase(kind) == phase) for phase in phases}
         return {
             phase: [*self._orders[phase], Step(hosts[phase])]

@@ -1,7 +1,7 @@
-"""A phase step by step, by the clock's own rules: for copies that wait for kernels, and kernels that wait for copies.
+"""A phase step by step, by the clock's own rules: copies and collectives wait for kernels, and kernels for them.
 
-An offload of activations lets its copies run a few tensors ahead and no further. So the seconds of kernels and of
-copies, each by themselves, are too few: they take turns in part.
+An offload of activations lets its copies run a few tensors ahead and no further, and FSDP gathers one layer ahead. So
+the seconds of kernels and of what runs beside them, each by themselves, are too few: they take turns in part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.formula.polynomials import COMPUTING, COPYING, HOST, Kind
+from autofit.fakegpu.formula.polynomials import COMPUTING, GATHERING, HOST, LANES, Kind
 from autofit.fakegpu.specs import HostCosts
 
 if TYPE_CHECKING:
@@ -67,17 +67,27 @@ class Order:
         turns = (t if t.kernel < 0 else t._replace(kernel=int(numbers[t.kernel])) for t in self.turns)
         return Order(layers=self.layers, passes=self.passes, turns=tuple(turns))
 
-    def seconds(self, each: Mapping[int, Floats], points: int) -> Floats:
-        """Seconds of a pass at each point; `each` has those of all launches of a kernel in a pass."""
-        lanes = [np.zeros(points) for _ in (HOST, COMPUTING, COPYING)]
-        host, moments = lanes[HOST], dict[int, Floats]()
+    def seconds(self, each: Mapping[int, Floats], points: int, *, left_frac: float) -> Floats:
+        """Seconds of a pass at each point; `each` has those of all launches of a kernel in a pass.
+
+        Beside a collective kernels have `left_frac` of their speed.
+        """
+        lanes = [np.zeros(points) for _ in LANES]
+        host, moments, collecting = lanes[HOST], dict[int, Floats](), _Collecting(left_frac)
         for host_s, own, kernel, part, moment, waits in self.turns:  # thousands
             if host_s:
                 host += host_s
             if kernel >= 0:
-                lane = lanes[own[0]]
-                np.maximum(lane, host, out=lane)
-                lane += part * each[kernel]
+                lane, took = lanes[own[0]], part * each[kernel]
+                for other in (HOST, *own[1:]):
+                    np.maximum(lane, lanes[other], out=lane)
+                if own[0] == COMPUTING:
+                    lane[:] = collecting.end(lane, took)
+                elif own[0] >= GATHERING:
+                    collecting.begin(lane, lane + took)
+                    lane += took
+                else:
+                    lane += took
             elif not waits:
                 moments[moment] = reduce(np.maximum, (lanes[number] for number in own), host.copy())
             elif moment in moments:  # else it is of another phase, which is over
@@ -92,6 +102,32 @@ class Order:
     def from_json(cls, kept: dict[str, Any]) -> Order:
         turns = (Turn(host_s, tuple(lanes), *rest) for host_s, lanes, *rest in kept["turns"])
         return cls(layers=kept["layers"], passes=kept["passes"], turns=tuple(turns))
+
+
+class _Collecting:
+    """Collectives that kernels may run beside: when each begins and ends, at each point."""
+
+    def __init__(self, left_frac: float) -> None:
+        self._left_frac = left_frac
+        self._times: list[tuple[Floats, Floats]] = []
+
+    def begin(self, begins: Floats, ends: Floats) -> None:
+        self._times.append((begins.copy(), ends))
+
+    def end(self, start: Floats, seconds: Floats) -> Floats:
+        """The end of a kernel that takes `seconds` alone: beside a collective it has a part of the card."""
+        if not self._times:
+            return start + seconds
+        self._times = [times for times in self._times if (times[1] > start).any()]
+        for begins, ends in self._times:
+            beside = (begins < start + seconds) & (ends > start)
+            if not beside.any():
+                continue
+            alone = np.where(beside, np.maximum(begins - start, 0.0), 0.0)
+            start, seconds = start + alone, seconds - alone
+            took = np.where(beside, np.minimum(seconds / self._left_frac, ends - start), 0.0)
+            start, seconds = start + took, seconds - took * self._left_frac
+        return start + seconds
 
 
 def at_depth(low: Order, high: Order, layers: int, seconds: Sequence[Floats]) -> Floats:

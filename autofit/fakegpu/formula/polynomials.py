@@ -16,7 +16,7 @@ import numpy.typing as npt
 _MULTIPLES = (8, 16, 32, 64, 128)  # to which kernels and chunked layers round a length
 # Ends of the name of a segment of kernels: copies or collectives that overlap with the others of their phase.
 COPIES, COLLECTIVES = "|copies", "|collectives"
-HOST, COMPUTING, COPYING = range(3)  # the clock's lanes, without those of collectives
+HOST, COMPUTING, COPYING, GATHERING, REDUCING = LANES = range(5)  # the clock's
 Shape = tuple[int, ...]
 Exponents = tuple[int, ...]
 Polynomial = dict[Exponents, float]

@@ -123,8 +123,8 @@ class KernelRows:
     """Kernels as rows of coefficients (kernels, monomials), at `layers` layers; the last variable is the decode step.
 
     A segment's time is the maximum of its host launches and its GPU kernels, and what the host does alone. A phase with
-    copies on a stream of their own is played step by step (`orders`, at two depths): they wait for kernels, which wait
-    for them. Beside collectives the maximum has the copies too.
+    copies or collectives beside its kernels is played step by step (`orders`, at two depths): they wait for kernels,
+    which wait for them. Where its steps are not known, the maximum has the copies and collectives too.
     Products and attention (`tabled`) take what the card's tables say of their sizes; another kernel is a short one and
     bound by FLOPs or bytes.
     `sums` holds the summed seconds of those others whose bound is the same at all sample points.
@@ -286,7 +286,7 @@ class KernelRows:
             numbers = order.kernels
             mine = np.isin(np.arange(len(self.segments)), numbers)
             each = self._kernels(mine, points, order.layers)
-            told.append(order.seconds(dict(zip(numbers, each.T, strict=True)), len(points)))
+            told.append(order.seconds(dict(zip(numbers, each.T, strict=True)), len(points), left_frac=self.left_frac))
         low, high = self.orders[phase]
         return at_depth(low, high, layers, told)[back]
 
