@@ -17,6 +17,7 @@ from transformers import Qwen3Config
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
+from autofit.fakegpu.formula.polynomials import Kind, Symbols
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.files import write_json
 from autofit.forecast import worker
@@ -309,6 +310,26 @@ def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
     assert both_bytes < awake_bytes - 0.2 * card.capacity_bytes
 
 
+def test_kinds_of_which_a_wider_trace_has_more_are_matched_by_their_dimensions() -> None:
+    """A last tile of the loss that is as large as the others is one kind with them: none of all products was matched."""
+    product = ("update", "mm", (), False)
+    tile, tail = Kind(product, ((4096, 512), (512, 9000))), Kind(product, ((1018, 512), (512, 9000)))
+    narrow, wide = (Kind(product, ((tokens, 512), (512, 512))) for tokens in (5120, 8192))
+    rows = [Kind(("update", "silu", (), False), ((samples, 1024, 512),)) for samples in (5, 8)]
+    symbols = Symbols(("B",), (5.0,), rounds=False)
+    base = dict.fromkeys((tile, tail, narrow, rows[0]), 1.0)
+    symbols.start(base)
+    symbols.vary("B", 8.0, base, {tile: 2.0, wide: 1.0, rows[1]: 1.0})
+    assert symbols.numel(narrow) == pytest.approx({(1,): 1024 * 512.0})
+    assert symbols.unmatched == {"B": 1}  # the tail
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(1024, (5, 9)), (2048, (3, 5)), (4096, (3, 4)), (700, (6, 12))])
+def test_a_second_trace_above_a_tile_of_the_loss_has_a_tile_more(tokens: int, chosen: tuple[int, int]) -> None:
+    """With half a tile more the last tile grew, and products of 8,192 tokens were forecast 26 % too fast."""
+    assert _points(tokens, hidden=4608, mlp=14336, large=True) == chosen
+
+
 def test_a_sketch_of_samples_without_completions_holds_as_many_as_a_micro_batch_has() -> None:
     model = cast(MassModel, Law({}))
     shapes = tuple(Shape(micro, 1, 1, 0, 0) for micro in (2, 16))
@@ -335,17 +356,24 @@ def test_samples_of_a_trace_have_tokens_that_are_no_size_of_the_model(
     tokens: int, hidden: int, mlp: int, sequences: int, padded: bool, chosen: tuple[int, int]
 ) -> None:
     """With 2,048 tokens before 2,048 features the products were forecast 3.7 times too fast, and the update 19 %."""
+    assert _points(tokens, hidden=hidden, mlp=mlp, sequences=sequences, padded=padded) == chosen
+
+
+def _points(
+    tokens: int, *, hidden: int, mlp: int, sequences: int = 1, padded: bool = False, large: bool = False
+) -> tuple[int, int]:
+    """The samples of a structure's first and second trace."""
     config = Qwen3Config(
         hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=4, num_attention_heads=hidden // 128,
         num_key_value_heads=8, head_dim=128, vocab_size=4000,
     )  # fmt: skip
     structure = worker.Structure(
         trainer="sft", keys=BatchKeys(micro_batch="b", accumulation="a"), tile_tokens=4096, values={}, device="sim:l4",
-        worst_case="", large=False, padded=padded, reused=False, varies_rank=False, ranges={}, hold_out={},
+        worst_case="", large=large, padded=padded, reused=False, varies_rank=False, ranges={}, hold_out={},
     )  # fmt: skip
     vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens, "lengths": {"sequences": sequences}})
     base = structure._base().micro_batch
-    assert (base, structure._wider(base)) == chosen
+    return base, structure._wider(base)
 
 
 def test_a_micro_batch_of_samples_has_a_model_of_its_own_above_a_tile_of_the_loss() -> None:

@@ -430,6 +430,9 @@ class Structure:
     def _wider(self, micro: int) -> int:
         if self._generates:
             return micro + 4
+        if self.large and self.tile_tokens is not None:  # a tile of the loss more, so that the last one stays as it is
+            tile = max(1, round(self.tile_tokens / self._sample_tokens))
+            return min(micro + tile, micro + 2 * tile, key=self._coincides)
         usual = micro + (2 if micro > 2 and self._is_within(micro + 2) else 1)
         others = (more for more in range(micro + 1, micro + 4) if self._is_within(more))
         return min([usual, *others], key=self._coincides)
