@@ -243,11 +243,11 @@ def _batch(draft: Draft) -> None:
 
 
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
-    config, version = draft.mapping("fsdp_config"), draft.raw("fsdp_version")
+    config, version, wanted = draft.mapping("fsdp_config"), draft.raw("fsdp_version"), draft.raw("fsdp")
     if draft.says("deepspeed"):
         return sharing.zero(deepspeed(draft, folder), folder)
     if config or draft.says("fsdp"):
-        return sharing.fsdp(draft.given.get("fsdp"), config, version)
+        return sharing.fsdp(wanted, config, version)
     return {}
 
 

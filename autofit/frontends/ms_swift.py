@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
@@ -135,7 +136,10 @@ def started(text: str) -> Iterator[tuple[Command, str, tuple[str, ...]]]:
         if len(words) > 1 and words[0] == "swift" and words[1] in _TRAINS:
             yield command, words[1], words[2:]
             continue
-        for place, word in enumerate(words):
+        for place, (word, following) in enumerate(pairwise((*words, ""))):
+            if (word == "swift" or word.endswith("/swift")) and following in _TRAINS:  # behind torchrun, or in a container
+                yield command, following, words[place + 2 :]
+                break
             kind = next(
                 (kind for kind in _TRAINS if word.endswith((f"swift/cli/{kind}.py", f"swift.cli.{kind}"))), None
             )
