@@ -287,6 +287,7 @@ class _Scanner:
         self.start, self.end = 0, 0  # of the statement that was yielded last; a comment may follow its last word
         self.after = ""  # the separators before it
         self.added = 0  # characters of variables that were filled in
+        self.stood = False  # whether something without a word stood there last, behind which a statement may end
         self.has_none = level == 0 and not _OTHER_ARGUMENTS.search(text)  # of its own: "$@" is no word
 
     def statements(self) -> Iterator[list[str]]:
@@ -298,6 +299,8 @@ class _Scanner:
             char = self.text[self.at]
             if (new := self._longer(word)) is not None:
                 word = new[0]
+                if self.stood:
+                    end, self.stood = self.at, False
             elif char == "(" and word is not None and _ASSIGNMENT.fullmatch(word) and word.endswith("="):
                 self.at += 1
                 word += _ARRAY + _BETWEEN.join(self._elements())
@@ -346,7 +349,7 @@ class _Scanner:
             word = (word or "") + text[self.at + 1 : end]
             self.at = end + 1
         elif word is None and (end := self._behind_nothing()):
-            self.at = end
+            self.at, self.stood = end, True
         elif char == '"':
             self.at += 1
             word = (word or "") + self._double_quoted()

@@ -132,6 +132,8 @@ def _weights(foreign: Foreign) -> str:
     autocast = f", computed in {cast} (autocast)" if cast and cast != dtype else ""
     if cast and sharing.casts_by_deepspeed(foreign.launch):
         held, autocast = "loaded", f", all in {cast} under DeepSpeed, with float32 copies of what is trained"
+    elif cast and sharing.casts_by_accelerate(foreign.launch) and not values.get("keeps_dtype") and dtype != "float32":
+        held, autocast = "loaded", f", sharded in float32 where trained, computed in {cast}"
     if values.get("lora_rank"):  # verl casts adapters to the dtype of the model
         return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"
     if values.get("use_peft"):

@@ -137,7 +137,7 @@ def started(text: str) -> Iterator[tuple[Command, str, tuple[str, ...]]]:
             yield command, words[1], words[2:]
             continue
         for place, (word, following) in enumerate(pairwise((*words, ""))):
-            if (word == "swift" or word.endswith("/swift")) and following in _TRAINS:  # behind torchrun, or in a container
+            if word.rpartition("/")[2] == "swift" and following in _TRAINS:  # behind torchrun, or in a container
                 yield command, following, words[place + 2 :]
                 break
             kind = next(
