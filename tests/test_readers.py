@@ -1514,3 +1514,21 @@ def test_a_file_of_ones_own_with_a_mapping_under_model_is_not_ms_swifts(tmp_path
     (tmp_path / "run.yaml").write_text("model: {name: Qwen/Qwen3-4B}\nlora: {r: 8}\nsystem: {log_level: INFO}\n")
     with pytest.raises(ConfigError, match="not recognised as a file of"):
         explain(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(("checkpoints", "own"), [(True, True), (False, False)])
+def test_fsdp2_of_ms_swift_is_written_with_the_checkpoints_that_were_chosen(
+    checkpoints: bool, own: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"NPROC_PER_NODE=2 {TUNED}\n")
+    origin = source_of(path).foreign
+    foreign = of_script(tmp_path, path.read_text())
+    changes = {"launch": {"sharding": "fsdp2"}, "gradient_checkpointing": checkpoints}
+    path.write_text(own_text(origin, changes))
+    config = of_script(tmp_path, path.read_text()).launch["fsdp_config"]
+    assert isinstance(config, dict)
+    assert (config["fsdp_version"], bool(config.get("fsdp_activation_checkpointing"))) == (2, own)
+    said = in_own_keys(foreign, {"launch.sharding": "fsdp2", "gradient_checkpointing": checkpoints})["fsdp"]
+    assert of_yaml(tmp_path, {"model": "m", "tuner_type": "full", "fsdp": said}).launch["fsdp_config"] == config
+    assert of_yaml(tmp_path, mapping).launch["fsdp_config"] == config
