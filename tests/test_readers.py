@@ -1531,4 +1531,3 @@ def test_fsdp2_of_ms_swift_is_written_with_the_checkpoints_that_were_chosen(
     assert (config["fsdp_version"], bool(config.get("fsdp_activation_checkpointing"))) == (2, own)
     said = in_own_keys(foreign, {"launch.sharding": "fsdp2", "gradient_checkpointing": checkpoints})["fsdp"]
     assert of_yaml(tmp_path, {"model": "m", "tuner_type": "full", "fsdp": said}).launch["fsdp_config"] == config
-    assert of_yaml(tmp_path, mapping).launch["fsdp_config"] == config
