@@ -1524,10 +1524,35 @@ def test_fsdp2_of_ms_swift_is_written_with_the_checkpoints_that_were_chosen(
     path.write_text(f"NPROC_PER_NODE=2 {TUNED}\n")
     origin = source_of(path).foreign
     foreign = of_script(tmp_path, path.read_text())
-    changes = {"launch": {"sharding": "fsdp2"}, "gradient_checkpointing": checkpoints}
+    changes = {"launch": {"sharding": "fsdp2"}, **({} if checkpoints else {"gradient_checkpointing": False})}
     path.write_text(own_text(origin, changes))
     config = of_script(tmp_path, path.read_text()).launch["fsdp_config"]
     assert isinstance(config, dict)
     assert (config["fsdp_version"], bool(config.get("fsdp_activation_checkpointing"))) == (2, own)
     said = in_own_keys(foreign, {"launch.sharding": "fsdp2", "gradient_checkpointing": checkpoints})["fsdp"]
     assert of_yaml(tmp_path, {"model": "m", "tuner_type": "full", "fsdp": said}).launch["fsdp_config"] == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "trainer"),
+    [
+        ("run.yaml", yaml.safe_dump({**AXO, "reward_model": True}), "reward_model true"),
+        ("run.sh", f"{TUNED} --task_type seq_cls --num_labels 2\n", "task_type seq_cls"),
+        ("run.sh", f"{TUNED}\n", "swift sft"),
+        ("run.sh", TUNED.replace("sft", "rlhf"), "rlhf_type dpo (the default)"),
+    ],
+)
+def test_the_trainer_is_told_where_its_usual_key_is_not_in_the_file(
+    name: str, text: str, trainer: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert dict(explain(tmp_path / name).lines)["trainer"] == trainer
+
+
+def test_what_a_tool_refuses_on_so_many_ranks_is_told_below_the_facts(tmp_path: Path) -> None:
+    file = {**AXO, "rl": "grpo", "micro_batch_size": 8, "gradient_accumulation_steps": 1, "trl": {"num_generations": 8}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(file))
+    assert not explain(tmp_path / "run.yaml").wrong
+    found = explain(tmp_path / "run.yaml", ranks=2)
+    assert "must be 16 or more" in found.wrong[0]
+    assert dict(found.lines)["trainer"] == "rl grpo"

@@ -184,7 +184,7 @@ def explain(path: Path, *, text: str | None = None, ranks: int | None = None) ->
         )
     if tool is VERL:
         return replace(verl_rules.explain(verl.on_gpus(values, ranks)), notes=file_notes(values))
-    return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
+    return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path, ranks=ranks))
 
 
 def _mapping(text: str, path: Path) -> dict[str, object]:

@@ -101,6 +101,7 @@ _MICRO_BATCH = {LLAMA_FACTORY.name: (_MICRO, 8), AXOLOTL.name: ("micro_batch_siz
 _TRAINER = {
     LLAMA_FACTORY.name: ("stage", "sft"), AXOLOTL.name: ("rl", "sft"), MS_SWIFT.name: ("rlhf_type", "sft or pt"),
 }  # fmt: skip
+_OTHER_TRAINERS = ("process_reward_model", "reward_model", "task_type")  # keys that name it where that one does not
 # Engines of LLaMA-Factory with batches of their own, and keys of its new trainer, which has another batch.
 _OTHER_BATCH = ("use_mca", "use_megatron_bridge", "use_hyper_parallel", "model_class", "dist_config")
 
@@ -123,8 +124,19 @@ def batch_sentence(tool: Tool, values: Mapping[str, object]) -> str:
 
 def _trainer(tool: Tool, values: Mapping[str, object]) -> str:
     key, usual = _TRAINER[tool.name]
-    given = values.get(key)
-    return f"{key} {given}" if given is not None else f"{usual} (no {key} in it)"
+    if values.get(key) is not None:
+        return f"{key} {values[key]}"
+    others = () if tool is LLAMA_FACTORY else _OTHER_TRAINERS
+    other = next((each for each in others if values.get(each)), None)
+    if other is not None:
+        return f"{other} {_shown(values[other])}"
+    if (command := values.get("command")) in ("sft", "pt"):  # of a script of ms-swift
+        return f"swift {command}"
+    return f"{key} dpo (the default)" if command == "rlhf" else f"{usual} (no {key} in it)"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _effective(tool: Tool, values: Mapping[str, object], ranks: int | None) -> str:
