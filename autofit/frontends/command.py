@@ -348,8 +348,8 @@ class _Scanner:
             end = self._end_of("'")
             word = (word or "") + text[self.at + 1 : end]
             self.at = end + 1
-        elif word is None and (end := self._behind_nothing()):
-            self.at, self.stood = end, True
+        elif word is None and (behind := self._behind_nothing()):
+            self.at, self.stood = behind, True
         elif char == '"':
             self.at += 1
             word = (word or "") + self._double_quoted()
