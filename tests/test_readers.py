@@ -1556,3 +1556,8 @@ def test_what_a_tool_refuses_on_so_many_ranks_is_told_below_the_facts(tmp_path: 
     found = explain(tmp_path / "run.yaml", ranks=2)
     assert "must be 16 or more" in found.wrong[0]
     assert dict(found.lines)["trainer"] == "rl grpo"
+
+
+def test_a_loss_of_pairs_is_no_default_of_kto(tmp_path: Path) -> None:
+    assert "pref_loss" not in of_yaml(tmp_path, {**LLAMA, "stage": "kto"}).defaults
+    assert of_yaml(tmp_path, {**LLAMA, "stage": "dpo"}).defaults["pref_loss"] == "sigmoid"

@@ -417,6 +417,7 @@ def _preferences(draft: Draft, stage: str) -> None:
     """
     loss = draft.text("pref_loss", "sigmoid", choices=("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"))
     if stage == "kto":
+        draft.defaults.pop("pref_loss", None)  # it has no effect there
         draft.put("keeps_logits", True, "stage")
     elif loss in ("orpo", "simpo"):
         draft.put("objective", loss, "pref_loss")
