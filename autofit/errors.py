@@ -109,7 +109,7 @@ def at_least_one(name: str, value: object) -> None:
 def nearest(given: str, known: Iterable[str]) -> str:
     """`"; the nearest valid one is 'x'"` if one of `known` is close to `given`, else an empty string."""
     names = list(known)
-    parts = [name for name in names if len(given) > 3 and given in name]  # reshard: fsdp_reshard_after_forward
+    parts = sorted(name for name in names if len(given) > 3 and given in name)  # reshard: fsdp_reshard_after_forward
     close = difflib.get_close_matches(given, names, n=8) or parts
     # A name that contains the given one, or is contained in it, comes first: lora_r for lora_rank.
     close.sort(key=lambda name: not (given.startswith(name) or name.startswith(given)))

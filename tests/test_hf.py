@@ -4,6 +4,7 @@ import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from matrix import marked
 from peft import LoraConfig
 from transformers import AutoConfig
 
+import autofit
 from autofit.errors import ConfigError
 from autofit.fakegpu import fake_gpu
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
@@ -25,6 +27,7 @@ from autofit.trainers import hf_ebft, hf_losses, hf_parts, hf_training
 from autofit.trainers.common import random_weights, share_experts
 from autofit.trainers.hf import TRAINER
 from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
+from autofit.trainers.hf_parts import keep_dtype
 from autofit.trainers.hf_script import SAMPLES
 from autofit.trainers.keys import hf_tiers, on_ranks
 from autofit.trainers.trl_config import TrlConfig, parse
@@ -649,3 +652,34 @@ def test_another_adapter_has_the_modules_that_lora_would_have() -> None:
     for wrong, message in (({"peft_type": "LORE"}, "must be a type"), ({"peft_type": "OFT", "rnk": 1}, "rnk")):
         with pytest.raises(ConfigError, match=message):
             hf_parts.other_adapter(lora, wrong, total_steps=7)
+
+
+def test_fsdp2_that_keeps_dtypes_prepares_without_mixed_precision_and_goes_on_with_it() -> None:
+    state = SimpleNamespace(_mixed_precision="bf16")
+    seen: list[str] = []
+    accelerator = SimpleNamespace(state=state, _prepare_fsdp2=lambda *parts: seen.append(state._mixed_precision))
+    keep_dtype(accelerator)
+    accelerator._prepare_fsdp2("model")
+    assert (seen, state._mixed_precision) == (["no"], "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_weights_gradients_and_states_under_fsdp2_are_halved_where_dtypes_are_kept() -> None:
+    recipe = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "objective": "sft", "max_length": 64, "dtype": "bfloat16",
+              "bf16": True, "launch": {"sharding": "fsdp2"}}  # fmt: skip
+    kept, cast = (
+        autofit.estimate(
+            {**recipe, "keeps_dtype": keeps},
+            gpu="2xa100-40gb",
+            trainer="hf",
+            prompt_tokens=64,
+            num_processes=2,
+            advice=False,
+            lengths="off",
+        ).device_used_bytes
+        for keeps in (True, False)
+    )
+    assert kept is not None
+    assert cast is not None
+    assert cast - kept > 494_000_000 // 2 * 8  # 2 of 4 bytes of a weight and its gradient, 4 of 8 of its states

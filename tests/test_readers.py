@@ -1433,3 +1433,131 @@ def test_datasets_on_disk_that_are_not_there_are_noted_and_those_of_the_hub_are_
     assert llama(dataset="a", dataset_dir="own") == ["dataset: there is no './own/a.json' here"]
     (tmp_path / "own/a.json").touch()
     assert llama(dataset="a,b", dataset_dir="own") == []
+
+
+# -- as strangers' own files say it ------------------------------------------------------------------------------------
+
+SHARDED = {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "keeps", "weights"),
+    [
+        ({**AXO, **SHARDED, "optimizer": "adamw_torch_fused"}, None, "sharded in float32 where trained"),
+        ({**AXO, **SHARDED, "optimizer": "adamw_torch_fused", "fsdp_version": 2}, True, "trained, held in bfloat16"),
+    ],
+)
+def test_axolotls_fsdp1_casts_what_is_trained_and_its_fsdp2_nothing(
+    file: dict[str, object], keeps: bool | None, weights: str, tmp_path: Path
+) -> None:
+    found = of_yaml(tmp_path, file)
+    assert found.values.get("keeps_dtype") is keeps
+    assert not any("fsdp" in note for note in found.notes)  # it is read, and no unknown key
+    assert weights in dict(explain(tmp_path / "run.yaml").lines)["weights"]
+
+
+def test_axolotls_dpo_under_fsdp2_is_told_as_an_upper_bound(tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {**AXO, **SHARDED, "optimizer": "adamw_torch_fused", "fsdp_version": 2, "rl": "dpo"})
+    assert "keeps_dtype" not in found.values
+    assert any("in the dtype that they are loaded in" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("version", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_accelerate_of_llama_factory_casts_frozen_weights_under_fsdp2(version: int, dtype: str, tmp_path: Path) -> None:
+    found = of_yaml(tmp_path, {**LLAMA, "fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": version}})
+    assert (found.values["dtype"], found.values["adapter_dtype"]) == (dtype, "float32")
+    assert any("accelerate 1.11" in note for note in found.notes) == (version == 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "batch"),
+    [
+        ({**AXO, "context_parallel_size": 2}, "= 8 samples x 2 (4 ranks / context_parallel_size 2) = 16"),
+        (
+            {"model": "m", "tuner_type": "full", "sequence_parallel_size": 4},
+            "1 (the default) x 4, ms-swift's own = 4 samples x 1 (4 ranks / sequence_parallel_size 4) = 4",
+        ),
+    ],
+)
+def test_ranks_that_share_samples_are_no_factor_of_the_effective_batch(
+    file: dict[str, object], batch: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(file))
+    assert dict(explain(tmp_path / "run.yaml", ranks=4).lines)["effective batch"].endswith(batch)
+
+
+TUNED = "swift sft --model m --tuner_type full --max_length 64 --gradient_accumulation_steps 3"
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        (f'MORE=()\nNPROC_PER_NODE=2 {TUNED} "${{MORE[@]}}" "$@"\n', 2),
+        (f"NPROC_PER_NODE=2 {TUNED} $@\n", 2),
+        (f"box exec image.sif /opt/bin/torchrun --nnodes=1 --nproc_per_node=4 /opt/bin/{TUNED}\n", 4),
+    ],
+)
+def test_a_script_that_hands_its_arguments_on_or_starts_swift_in_a_container_is_read(
+    script: str, ranks: int, tmp_path: Path
+) -> None:
+    found = of_script(tmp_path, script)
+    assert (found.values["gradient_accumulation_steps"], found.ranks) == (3, ranks)
+    assert any("without arguments of its own" in note for note in found.notes) == ("$@" in script)
+
+
+def test_arguments_of_a_function_are_not_taken_for_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps for certain"):
+        of_script(tmp_path, f'train() {{\n  NPROC_PER_NODE=2 {TUNED} "$@"\n}}\ntrain --lora_rank 4\n')
+
+
+def test_a_file_of_ones_own_with_a_mapping_under_model_is_not_ms_swifts(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {name: Qwen/Qwen3-4B}\nlora: {r: 8}\nsystem: {log_level: INFO}\n")
+    with pytest.raises(ConfigError, match="not recognised as a file of"):
+        explain(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(("checkpoints", "own"), [(True, True), (False, False)])
+def test_fsdp2_of_ms_swift_is_written_with_the_checkpoints_that_were_chosen(
+    checkpoints: bool, own: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"NPROC_PER_NODE=2 {TUNED}\n")
+    origin = source_of(path).foreign
+    foreign = of_script(tmp_path, path.read_text())
+    changes = {"launch": {"sharding": "fsdp2"}, **({} if checkpoints else {"gradient_checkpointing": False})}
+    path.write_text(own_text(origin, changes))
+    config = of_script(tmp_path, path.read_text()).launch["fsdp_config"]
+    assert isinstance(config, dict)
+    assert (config["fsdp_version"], bool(config.get("fsdp_activation_checkpointing"))) == (2, own)
+    said = in_own_keys(foreign, {"launch.sharding": "fsdp2", "gradient_checkpointing": checkpoints})["fsdp"]
+    assert of_yaml(tmp_path, {"model": "m", "tuner_type": "full", "fsdp": said}).launch["fsdp_config"] == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "trainer"),
+    [
+        ("run.yaml", yaml.safe_dump({**AXO, "reward_model": True}), "reward_model true"),
+        ("run.sh", f"{TUNED} --task_type seq_cls --num_labels 2\n", "task_type seq_cls"),
+        ("run.sh", f"{TUNED}\n", "swift sft"),
+        ("run.sh", TUNED.replace("sft", "rlhf"), "rlhf_type dpo (the default)"),
+    ],
+)
+def test_the_trainer_is_told_where_its_usual_key_is_not_in_the_file(
+    name: str, text: str, trainer: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert dict(explain(tmp_path / name).lines)["trainer"] == trainer
+
+
+def test_what_a_tool_refuses_on_so_many_ranks_is_told_below_the_facts(tmp_path: Path) -> None:
+    file = {**AXO, "rl": "grpo", "micro_batch_size": 8, "gradient_accumulation_steps": 1, "trl": {"num_generations": 8}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(file))
+    assert not explain(tmp_path / "run.yaml").wrong
+    found = explain(tmp_path / "run.yaml", ranks=2)
+    assert "must be 16 or more" in found.wrong[0]
+    assert dict(found.lines)["trainer"] == "rl grpo"
+
+
+def test_a_loss_of_pairs_is_no_default_of_kto(tmp_path: Path) -> None:
+    assert "pref_loss" not in of_yaml(tmp_path, {**LLAMA, "stage": "kto"}).defaults
+    assert of_yaml(tmp_path, {**LLAMA, "stage": "dpo"}).defaults["pref_loss"] == "sigmoid"

@@ -228,3 +228,23 @@ def to_host(model: torch.nn.Module) -> None:
     for name, module in found:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, HostExperts(module))
+
+
+# Weights that FSDP2 shards as they are loaded.
+
+
+def keep_dtype(accelerator: Any) -> None:
+    """Let FSDP2 shard weights in their own dtype, as Axolotl's `fsdp2_prepare_model` (monkeypatch/accelerate/fsdp2.py).
+
+    accelerate's function of that name casts those that are trained to float32 where it computes in 16 bits.
+    """
+    prepare, state = accelerator._prepare_fsdp2, accelerator.state
+
+    def prepared(*parts: Any) -> Any:
+        mixed, state._mixed_precision = state._mixed_precision, "no"
+        try:
+            return prepare(*parts)
+        finally:
+            state._mixed_precision = mixed
+
+    accelerator._prepare_fsdp2 = prepared

@@ -156,6 +156,13 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         default=False,
         metadata={"help": "Whether each rank of DDP loads its weights onto its own card, and none into host memory."},
     )
+    keeps_dtype: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether FSDP2 shards weights in the dtype that they are loaded in, as Axolotl's does, where "
+            "accelerate casts those that are trained to float32."
+        },
+    )
     teacher_model_name_or_path: str | None = field(
         default=None,
         metadata={"help": "The frozen model that gkd learns from; None: the trained one without its adapter."},

@@ -29,7 +29,16 @@ from .common import on_host
 from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
 from .hf_ebft import EbftTrainer, Strides
 from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
-from .hf_parts import Allocates, add_bottlenecks, add_layers, add_reft, freeze_all_but, other_adapter, to_host
+from .hf_parts import (
+    Allocates,
+    add_bottlenecks,
+    add_layers,
+    add_reft,
+    freeze_all_but,
+    keep_dtype,
+    other_adapter,
+    to_host,
+)
 from .hf_script import SAMPLES, WITH_REFERENCE
 from .hf_tasks import DiffusionTrainer, EmbeddingTrainer, RerankTrainer, SharedTrainer, with_two_words, without_words
 from .trl_config import TrlConfig
@@ -46,6 +55,13 @@ _VARIABLE_LENGTHS = ("flash_attention_2", "flash_attention_3")  # attention that
 
 def made(config: TrlConfig, rows: Dataset, *, evaluation: Dataset | None = None, tokenizer: Any = None) -> Trainer:
     """The trainer of a recipe over `rows` of tokens (hf_data.tokenised)."""
+    trainer = _made(config, rows, evaluation, tokenizer)
+    if config.training.keeps_dtype and trainer.accelerator.is_fsdp2:
+        keep_dtype(trainer.accelerator)
+    return trainer
+
+
+def _made(config: TrlConfig, rows: Dataset, evaluation: Dataset | None, tokenizer: Any) -> Trainer:
     training = config.training
     set_seed(training.seed)  # of the adapters; the Trainer sets it again
     training.remove_unused_columns = False  # the collator reads them

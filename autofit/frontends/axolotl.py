@@ -132,6 +132,15 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
     note_adapters(draft, "lora_model_dir", "lora_r", folder)
     if trainer == "hf":  # utils/config/__init__.py, device_map
         draft.put("loads_on_card", True)
+    inner = launch.get("fsdp_config")
+    if isinstance(inner, Mapping) and str(inner.get("fsdp_version")) == "2":  # monkeypatch/accelerate/fsdp2.py
+        if trainer == "hf":
+            draft.put("keeps_dtype", True)
+        elif not draft.values.get("use_peft"):
+            draft.note(
+                "Axolotl shards weights under FSDP2 in the dtype that they are loaded in; here accelerate casts those "
+                "that are trained to float32: an upper bound"
+            )
     return draft.foreign(trainer, launch=launch, ranks=ranks, prompt_tokens=length, strict=False)
 
 
@@ -243,11 +252,11 @@ def _batch(draft: Draft) -> None:
 
 
 def _launch(draft: Draft, folder: Path) -> dict[str, object]:
-    config, version = draft.mapping("fsdp_config"), draft.raw("fsdp_version")
+    config, version, wanted = draft.mapping("fsdp_config"), draft.raw("fsdp_version"), draft.raw("fsdp")
     if draft.says("deepspeed"):
         return sharing.zero(deepspeed(draft, folder), folder)
     if config or draft.says("fsdp"):
-        return sharing.fsdp(draft.given.get("fsdp"), config, version)
+        return sharing.fsdp(wanted, config, version)
     return {}
 
 

@@ -22,6 +22,9 @@ from autofit.recipe.yaml_file import MOST_BYTES, of_notebook, parse_yaml, read_y
 _ARRAY, _BETWEEN = "\x1e", "\x1f"  # before the first element of an array, and between its elements
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"\w+|[@*#?$!]")
+_OWN = re.compile(r'"\$[@*]"|"\$\{[@*]\}"|\$[@*]|\$\{[@*]\}')  # a script's own arguments, all of them
+_ELEMENTS = re.compile(r'"\$\{(\w+)\[@\]\}"')
+_OTHER_ARGUMENTS = re.compile(r"(?m)^\s*(?:function\s+\w|\w+\s*\(\s*\)|set\s+--)")  # of a function, or set there
 _VARIABLE = re.compile(r"(\w+)(\[[@*]\])?(?:(:?)([-=+])(.*))?", re.DOTALL)
 # What a script asks to learn whether its machine has Ascend's NPUs, and what it prints with them and without.
 ASKS_FOR_NPUS = re.compile(
@@ -74,6 +77,11 @@ def takes_arguments(text: str) -> bool:
     for _ in commands(text, branches=branches):
         pass
     return branches.over_arguments
+
+
+def hands_on_arguments(text: str) -> bool:
+    """Whether a script hands all arguments of its own on to what it starts."""
+    return bool(_OWN.search(text)) and not _OTHER_ARGUMENTS.search(text)
 
 
 def commands(text: str, *, likely: bool = False, branches: Branches | None = None) -> Iterator[Command]:
@@ -279,6 +287,8 @@ class _Scanner:
         self.start, self.end = 0, 0  # of the statement that was yielded last; a comment may follow its last word
         self.after = ""  # the separators before it
         self.added = 0  # characters of variables that were filled in
+        self.stood = False  # whether something without a word stood there last, behind which a statement may end
+        self.has_none = level == 0 and not _OTHER_ARGUMENTS.search(text)  # of its own: "$@" is no word
 
     def statements(self) -> Iterator[list[str]]:
         words: list[str] = []
@@ -289,6 +299,8 @@ class _Scanner:
             char = self.text[self.at]
             if (new := self._longer(word)) is not None:
                 word = new[0]
+                if self.stood:
+                    end, self.stood = self.at, False
             elif char == "(" and word is not None and _ASSIGNMENT.fullmatch(word) and word.endswith("="):
                 self.at += 1
                 word += _ARRAY + _BETWEEN.join(self._elements())
@@ -336,6 +348,8 @@ class _Scanner:
             end = self._end_of("'")
             word = (word or "") + text[self.at + 1 : end]
             self.at = end + 1
+        elif word is None and (behind := self._behind_nothing()):
+            self.at, self.stood = behind, True
         elif char == '"':
             self.at += 1
             word = (word or "") + self._double_quoted()
@@ -351,6 +365,13 @@ class _Scanner:
             word = (word or "") + char
             self.at += 1
         return (word,)
+
+    def _behind_nothing(self) -> int | None:
+        """The end of all elements of an empty array, or of all arguments of a script that has none; None elsewhere."""
+        if self.has_none and (own := _OWN.match(self.text, self.at)):
+            return own.end()
+        found = _ELEMENTS.match(self.text, self.at)
+        return found.end() if found and self.known.get(found[1]) == _ARRAY else None
 
     def _elements(self) -> Iterator[str]:
         """The elements of an array, up to its closing parenthesis."""

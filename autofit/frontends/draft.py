@@ -132,6 +132,8 @@ def _weights(foreign: Foreign) -> str:
     autocast = f", computed in {cast} (autocast)" if cast and cast != dtype else ""
     if cast and sharing.casts_by_deepspeed(foreign.launch):
         held, autocast = "loaded", f", all in {cast} under DeepSpeed, with float32 copies of what is trained"
+    elif cast and sharing.casts_by_accelerate(foreign.launch) and not (values.get("keeps_dtype") or dtype == "float32"):
+        held, autocast = "loaded", f", sharded in float32 where trained, computed in {cast}"
     if values.get("lora_rank"):  # verl casts adapters to the dtype of the model
         return f"LoRA of rank {values['lora_rank']} and a frozen model, held in {dtype}"
     if values.get("use_peft"):
@@ -141,6 +143,8 @@ def _weights(foreign: Foreign) -> str:
         own = "bfloat16" if bits and foreign.trainer != "hf" else "float32"  # TRL's trainers cast those of such models
         adapters = f"{kind} in {values.get('adapter_dtype') or own}"
         base = f"in {bits} bits" if bits else f"in {dtype}"
+        if sharing.casts_by_accelerate(foreign.launch):  # what is frozen stays as it is
+            held, autocast = "held", ""
         return f"{adapters}, on a frozen model {held} {base}{autocast}"
     if values.get("bottleneck"):
         width = values["bottleneck"]

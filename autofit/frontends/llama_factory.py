@@ -250,6 +250,14 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
     zero3 = isinstance(zero, Mapping) and zero.get("zero_stage") == 3
     quantized = _quantization(draft, compute)
     master = not pure and (quantized or not zero3)
+    shards = launch.get("fsdp_config")
+    fsdp2 = isinstance(shards, Mapping) and str(shards.get("fsdp_version")) == "2"
+    if fsdp2 and not (pure or quantized) and (bf16 or fp16) and method != "full":
+        compute = "float32"
+        draft.note(
+            "FSDP2: accelerate 1.11, the newest that LLaMA-Factory takes, casts frozen weights to float32 too, and so "
+            "they are held here"
+        )
     if method in ("lora", "oft"):
         draft.put("dtype", compute, "bf16")
         draft.put("adapter_dtype", "float32", "pure_bf16")  # PEFT's own, with pure_bf16 too
@@ -409,6 +417,7 @@ def _preferences(draft: Draft, stage: str) -> None:
     """
     loss = draft.text("pref_loss", "sigmoid", choices=("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"))
     if stage == "kto":
+        draft.defaults.pop("pref_loss", None)  # it has no effect there
         draft.put("keeps_logits", True, "stage")
     elif loss in ("orpo", "simpo"):
         draft.put("objective", loss, "pref_loss")

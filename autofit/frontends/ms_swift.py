@@ -4,10 +4,12 @@ Read at 3602360a: swift/arguments (defaults, rules), swift/trainers/arguments.py
 started), swift/pipelines/train/tuner.py (what is trained), swift/rlhf_trainers. No torch here.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from autofit.errors import ConfigError, quoted
@@ -36,7 +38,7 @@ from autofit.frontends.tools import (
     targets,
 )
 from autofit.recipe.keys import weight_bits
-from autofit.recipe.yaml_file import read_yaml_mapping
+from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
 _TRAINS = ("sft", "pt", "rlhf")
@@ -135,7 +137,10 @@ def started(text: str) -> Iterator[tuple[Command, str, tuple[str, ...]]]:
         if len(words) > 1 and words[0] == "swift" and words[1] in _TRAINS:
             yield command, words[1], words[2:]
             continue
-        for place, word in enumerate(words):
+        for place, (word, following) in enumerate(pairwise((*words, ""))):
+            if word.rpartition("/")[2] == "swift" and following in _TRAINS:  # behind torchrun, or in a container
+                yield command, following, words[place + 2 :]
+                break
             kind = next(
                 (kind for kind in _TRAINS if word.endswith((f"swift/cli/{kind}.py", f"swift.cli.{kind}"))), None
             )
@@ -231,6 +236,8 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
     if isinstance(sharded, Mapping) and sharded.get("fsdp_activation_checkpointing"):  # sft_args.py: FSDP's own alone
         draft.put("gradient_checkpointing", False, "fsdp")
         draft.fixed.add("gradient_checkpointing")
+    if sharded and not draft.values.get("gradient_checkpointing"):  # they have no effect then
+        draft.fixed.add("gradient_checkpointing_kwargs")
     _others(draft, kind)
     take(draft)
     if swift_rules.evaluates(draft):
@@ -309,7 +316,9 @@ def _launch(draft: Draft, folder: Path) -> dict[str, object]:
         return {}
     if "fsdp_config" not in draft.given:  # else it is an accelerate config's
         given = draft.given["fsdp"]
-        content = given if isinstance(given, Mapping) else _fsdp_file(str(given), folder)
+        text = str(given)
+        whole = given if isinstance(given, Mapping) else parse_yaml(text) if text.lstrip().startswith("{") else None
+        content = whole if isinstance(whole, Mapping) else _fsdp_file(text, folder)
         inner = content.get("fsdp_config")
         config = inner if isinstance(inner, Mapping) else {}
         if config.get("activation_cpu_offload"):
@@ -651,6 +660,7 @@ def _check_certain(draft: Draft) -> None:
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     """{argument of ms-swift: value} of changes of a recipe. Raises ConfigError for what it has none for."""
     names = {ours: theirs for theirs, ours in _ATTENTION.items() if theirs != "flash_attn"}
+    checkpoints = changes.get("gradient_checkpointing", foreign.values.get("gradient_checkpointing", True))
     own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "adapter_dtype", "packing", "block_diagonal", "reward_funcs")),
         "dtype": "torch_dtype",
@@ -666,14 +676,19 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
         "use_peft": lambda value: {"tuner_type": "lora"} if value else None,
         "vllm_enable_sleep_mode": lambda value: {"sleep_level": 1 if value else 0},
         "peft_adapter": None,
-        "launch.sharding": lambda value: _sharding(foreign.launch, str(value)),
+        "launch.sharding": lambda value: _sharding(foreign.launch, str(value), checkpoints=bool(checkpoints)),
         "launch.reshard_after_forward": lambda value: {} if value and not foreign.launch else None,  # as fsdp2 does
     }  # fmt: skip
     return said(foreign, changes, own)
 
 
-def _sharding(launch: Mapping[str, object], value: str) -> dict[str, object] | None:
-    """The argument that shares the model so; None where it has none, or another one stands in its way."""
+def _sharding(launch: Mapping[str, object], value: str, *, checkpoints: bool) -> dict[str, object] | None:
+    """The argument that shares the model so; None where it has none, or another one stands in its way.
+
+    The name fsdp2 turns FSDP's own checkpoints on (swift/config/fsdp2.json); without them its content is written out.
+    """
     if value == "fsdp2" and not launch:
-        return {"fsdp": "fsdp2"}
+        inner = {"fsdp_" * (key == "version") + key: given for key, given in _FSDP2.items()}
+        content = {"fsdp": "full_shard auto_wrap", "fsdp_config": {**inner, "activation_checkpointing": False}}
+        return {"fsdp": "fsdp2" if checkpoints else json.dumps(content)}
     return {"deepspeed": value} if value in _ZERO and not launch.get("fsdp_config") else None

@@ -20,7 +20,7 @@ from autofit.frontends import (
     verl_rules,
     yaml_script,
 )
-from autofit.frontends.command import UNSURE, Command, commands, script_text, takes_arguments
+from autofit.frontends.command import UNSURE, Command, commands, hands_on_arguments, script_text, takes_arguments
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.python_file import as_it_is
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
@@ -102,7 +102,8 @@ def read_script(path: Path, *, text: str | None = None, ranks: int | None = None
 
 def _own_arguments(text: str) -> tuple[str, ...]:
     """A note where a script may be started with arguments."""
-    return ("the script is read as it runs without arguments of its own",) if takes_arguments(text) else ()
+    takes = takes_arguments(text) or (hands_on_arguments(text) and not verl.starts_verl(text))
+    return ("the script is read as it runs without arguments of its own",) if takes else ()
 
 
 def _recipe_of_script(path: Path, text: str, ranks: int | None) -> Foreign:
@@ -183,7 +184,7 @@ def explain(path: Path, *, text: str | None = None, ranks: int | None = None) ->
         )
     if tool is VERL:
         return replace(verl_rules.explain(verl.on_gpus(values, ranks)), notes=file_notes(values))
-    return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path))
+    return _with_recipe(tools.explain(tool, values, ranks=ranks), lambda: read_values(values, path, ranks=ranks))
 
 
 def _mapping(text: str, path: Path) -> dict[str, object]:

@@ -113,6 +113,11 @@ def casts_by_deepspeed(launch: Mapping[str, object]) -> bool:
     return launch.get("distributed_type") == "DEEPSPEED" and own
 
 
+def casts_by_accelerate(launch: Mapping[str, object]) -> bool:
+    """Whether accelerate shards what is trained in float32 under mixed precision: its `prepare_model` with FSDP."""
+    return launch.get("distributed_type") == "FSDP"
+
+
 def words(launch: Mapping[str, object]) -> str:
     """How a launch shares the model, for a reader."""
     kind = launch.get("distributed_type")

@@ -41,10 +41,15 @@ class Tool:
     name: str
     needs: tuple[str, ...]
     own: tuple[str, ...]
+    sharers: tuple[str, ...] = ()  # keys that say over how many ranks the tokens of a sample are spread
 
     def keys_in(self, values: Mapping[str, object]) -> tuple[str, ...]:
-        """The tool's own keys in a file, those that it needs first; () if it has none of these."""
+        """The tool's own keys in a file, those that it needs first; () if it has none of these.
+
+        Keys over mappings count for verl alone: `model:` with a name inside is a file of somebody's own.
+        """
         needed = [key for key in self.needs if key in values]
+        needed = [key for key in needed if self.name == "verl" or not isinstance(values[key], Mapping)]
         return (*needed, *(key for key in self.own if key in values)) if needed else ()
 
 
@@ -63,12 +68,14 @@ AXOLOTL = Tool(
          "num_epochs", "optimizer", "lora_target_linear", "dataset_prepared_path", "train_on_inputs", "lr_scheduler",
          "flash_attention", "saves_per_epoch", "evals_per_epoch", "rl", "special_tokens", "lora_model_dir",
          "pretraining_dataset"),
+    sharers=("context_parallel_size", "sequence_parallel_degree"),
 )  # fmt: skip
 MS_SWIFT = Tool(
     name="ms-swift", needs=("model",),
     own=("tuner_type", "train_type", "rlhf_type", "split_dataset_ratio", "torch_dtype", "target_modules", "attn_impl",
          "quant_bits", "quant_method", "freeze_vit", "freeze_aligner", "model_author", "truncation_strategy",
          "load_from_cache_file", "external_plugins", "lazy_tokenize", "loss_scale", "val_dataset", "system"),
+    sharers=("sequence_parallel_size",),
 )  # fmt: skip
 TOOLS = (VERL, LLAMA_FACTORY, AXOLOTL, MS_SWIFT)
 
@@ -94,14 +101,16 @@ _MICRO_BATCH = {LLAMA_FACTORY.name: (_MICRO, 8), AXOLOTL.name: ("micro_batch_siz
 _TRAINER = {
     LLAMA_FACTORY.name: ("stage", "sft"), AXOLOTL.name: ("rl", "sft"), MS_SWIFT.name: ("rlhf_type", "sft or pt"),
 }  # fmt: skip
+_OTHER_TRAINERS = ("process_reward_model", "reward_model", "task_type")  # keys that name it where that one does not
 # Engines of LLaMA-Factory with batches of their own, and keys of its new trainer, which has another batch.
 _OTHER_BATCH = ("use_mca", "use_megatron_bridge", "use_hyper_parallel", "model_class", "dist_config")
 
 
 def explain(tool: Tool, values: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
     """The trainer and the batch of a file of `tool`, on `ranks` data-parallel ranks where these are known."""
+    keys = ", ".join(tool.keys_in(values)[:4])
     lines = [
-        Line("tool", f"{tool.name}, by its keys {', '.join(tool.keys_in(values)[:4])}"),
+        Line("tool", f"{tool.name}, by its keys {keys}" if keys else f"{tool.name}, by its command"),
         Line("trainer", _trainer(tool, values)),
         Line("effective batch", _effective(tool, values, ranks)),
     ]
@@ -115,8 +124,19 @@ def batch_sentence(tool: Tool, values: Mapping[str, object]) -> str:
 
 def _trainer(tool: Tool, values: Mapping[str, object]) -> str:
     key, usual = _TRAINER[tool.name]
-    given = values.get(key)
-    return f"{key} {given}" if given is not None else f"{usual} (no {key} in it)"
+    if values.get(key) is not None:
+        return f"{key} {values[key]}"
+    others = () if tool is LLAMA_FACTORY else _OTHER_TRAINERS
+    other = next((each for each in others if values.get(each)), None)
+    if other is not None:
+        return f"{other} {_shown(values[other])}"
+    if (command := values.get("command")) in ("sft", "pt"):  # of a script of ms-swift
+        return f"swift {command}"
+    return f"{key} dpo (the default)" if command == "rlhf" else f"{usual} (no {key} in it)"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _effective(tool: Tool, values: Mapping[str, object], ranks: int | None) -> str:
@@ -130,11 +150,18 @@ def _effective(tool: Tool, values: Mapping[str, object], ranks: int | None) -> s
     if accumulation is None:
         return f"{key} {micro}{'' if key in values else ' (the default)'} x {said}"
     each = f"{key} {micro}{'' if key in values else ' (the default)'} x {said} = {micro * accumulation} samples"
-    return (
-        f"{each} on each data-parallel rank"
-        if ranks is None
-        else f"{each} x {ranks} rank{'s' if ranks > 1 else ''} = {micro * accumulation * ranks}"
-    )
+    if ranks is None:
+        return f"{each} on each data-parallel rank"
+    sharers, shared = _sharers(tool, values)
+    if sharers > 1 and ranks % sharers == 0:
+        of = ranks // sharers
+        return f"{each} x {of} ({ranks} ranks / {shared} {sharers}) = {micro * accumulation * of}"
+    return f"{each} x {ranks} rank{'s' if ranks > 1 else ''} = {micro * accumulation * ranks}"
+
+
+def _sharers(tool: Tool, values: Mapping[str, object]) -> tuple[int, str]:
+    """(ranks that have parts of the same samples, the key that says so): 1 where each has samples of its own."""
+    return max(((_whole(values.get(key)) or 1, key) for key in tool.sharers), default=(1, ""))
 
 
 def _accumulation(
@@ -151,7 +178,8 @@ def _accumulation(
         if ranks is None:
             return None, f"as many as make 16 samples or more over all ranks ({_ACCUMULATION} is not set)"
         steps = max(1, math.ceil(16 / micro / ranks))
-        return steps, f"{steps}, with which ms-swift makes 16 samples or more"
+        alone = _sharers(tool, values)[0] == 1  # it counts all ranks, also those that share their samples
+        return steps, f"{steps}, with which ms-swift makes 16 samples or more" if alone else f"{steps}, ms-swift's own"
     return 1, f"{_ACCUMULATION} 1 (the default)"
 
 
