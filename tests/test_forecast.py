@@ -311,7 +311,7 @@ def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
 
 
 def test_kinds_of_which_a_wider_trace_has_more_are_matched_by_their_dimensions() -> None:
-    """A last tile of the loss that is as large as the others is one kind with them: none of all products was matched."""
+    """A last tile of the loss that is as large as the others is one kind with them: no product was matched then."""
     product = ("update", "mm", (), False)
     tile, tail = Kind(product, ((4096, 512), (512, 9000))), Kind(product, ((1018, 512), (512, 9000)))
     narrow, wide = (Kind(product, ((tokens, 512), (512, 512))) for tokens in (5120, 8192))

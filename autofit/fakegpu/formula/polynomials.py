@@ -113,11 +113,7 @@ class Symbols:
         self.parts = self.parts if other is None else self.base[at] / self.base[other]
         pairs = _pairs(base, varied, value / self.base[at] if self.base[at] else 1.0)
         changes = {
-            (old, new)
-            for kind, match in pairs
-            if match is not None
-            for old, new in _dims(kind, match)
-            if old != new
+            (old, new) for kind, match in pairs if match is not None for old, new in _dims(kind, match) if old != new
         }
         found = {change: self._factor(change, changes, at, step) for change in changes}
         for kind, match in pairs:
@@ -197,9 +193,7 @@ def _follow(factors: tuple[Factor, ...], new: Factor, instead_of: int | None) ->
     return (*(f for f in factors if f.variable != instead_of), new)
 
 
-def _pairs(
-    base: Mapping[Kind, float], varied: Mapping[Kind, float], times: float
-) -> list[tuple[Kind, Kind | None]]:
+def _pairs(base: Mapping[Kind, float], varied: Mapping[Kind, float], times: float) -> list[tuple[Kind, Kind | None]]:
     """Each kind at the base point with its counterpart: the same origin and the same position among its kinds.
 
     Where there are more or fewer of them (the last tile of a loss may be like the others), each with the one whose
