@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autofit.api.card_advice import CardAdvice, advise
-    from autofit.api.checking import Check, check
-    from autofit.api.estimating import Estimate, estimate
+    from autofit.api.estimating import Check, Estimate, check, estimate
     from autofit.api.events import Event, Progress, TrialResult
     from autofit.api.explaining import Explained, explain
     from autofit.api.job_list import Job, Jobs, jobs
@@ -27,10 +26,10 @@ _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search
     "CardAdvice": "card_advice", "advise": "card_advice",
     "Job": "job_list", "Jobs": "job_list", "jobs": "job_list",
     "Explained": "explaining", "explain": "explaining",
-    "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
+    "Check": "estimating", "Estimate": "estimating", "Event": "events", "Progress": "events",
     "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "events",
     "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",
-    "check": "checking", "estimate": "estimating", "promote": "promoting", "report": "searching",
+    "check": "estimating", "estimate": "estimating", "promote": "promoting", "report": "searching",
     "search": "searching", "verify": "promoting", "PipelineResult": "pipeline",
     "StageResult": "pipeline", "run": "pipeline",
 }  # fmt: skip

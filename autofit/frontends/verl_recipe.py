@@ -16,15 +16,26 @@ from autofit.errors import ConfigError, quoted
 from autofit.frontends.draft import GROWING_SEGMENTS, Draft, Foreign, number
 from autofit.frontends.verl import (
     DEFAULTS,
+    FSDP,
+    KEYS,
     MODEL_PATH,
+    SGLANG,
     UNSURE,
+    A,
     Batch,
+    F,
+    Key,
+    M,
+    R,
     VerlConfig,
     batch_of,
+    file_notes,
     has_critic,
+    is_in_config,
     likely_overrides,
     on_gpus,
     overrides,
+    script_notes,
     sequence_parallel,
     typos,
 )
@@ -40,7 +51,6 @@ from autofit.frontends.verl_rules import (
     sharded_head,
     uneven,
 )
-from autofit.frontends.verl_settings import FSDP, KEYS, SGLANG, A, F, Key, M, R, file_notes, is_in_config, script_notes
 from autofit.recipe import catalogue
 from autofit.recipe.keys import LAUNCH
 from autofit.recipe.launch import Launch

@@ -21,9 +21,17 @@ from torch import Tensor
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.card import Timeline, timeline_of
-from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
+from autofit.fakegpu.depth.expand import (
+    LeftOut,
+    Mark,
+    RoundsDifferError,
+    Run,
+    expanded,
+    expanded_host,
+    with_rounds,
+    without_marks,
+)
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.rounds import LeftOut, RoundsDifferError, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.memory import HostMemory as HostTensors

@@ -31,8 +31,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("depth.layers", "formula.formula"),
     ("depth.expand",),
     ("tracer",),
-    ("card", "depth.rounds", "patches.tensors"),
-    ("patches.same_calls", "patches.walks"),
+    ("card", "patches.tensors"),
+    ("patches.same_calls",),
     (
         "patches.attention", "patches.cuda_api", "patches.operators",
         "patches.rollout", "patches.vllm",
