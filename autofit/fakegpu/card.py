@@ -105,7 +105,7 @@ class Timeline:
         return {name: int(values[moment]) for name, values in self.live_bytes.items()}
 
 
-def final_categories(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> list[str]:
+def _final_categories(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> list[str]:
     """Each allocation's category; an activation that no later backward pass finds alive is a temporary."""
     starts = np.asarray(backward_starts, np.int64)
     end = np.iinfo(np.int64).max
@@ -123,29 +123,12 @@ def final_categories(allocations: Sequence[Allocation], backward_starts: Sequenc
     return names
 
 
-def build_timeline(
-    log: EventLog, allocations: Sequence[Allocation], *, backward_starts: Sequence[int],
-    phase_marks: Sequence[tuple[int, str]],
-) -> Timeline:  # fmt: skip
-    ids = np.asarray(log.ids, np.int64)
-    category = category_numbers(allocations, backward_starts)
-    live = _live(np.asarray(log.nbytes, np.int64), category[ids] if len(ids) else ids)
-    return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(ids)))
-
-
 def timeline_of(
     nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64], phase_marks: Sequence[tuple[int, str]]
 ) -> Timeline:
     """The timeline and the peak of each phase, from the size and the category number of each event."""
     live = _live(nbytes, categories)
     return Timeline(live_bytes=live, phases=_phase_peaks(live, phase_marks, len(nbytes)))
-
-
-def category_numbers(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Each allocation's category as an index of CATEGORIES."""
-    number = {name: i for i, name in enumerate(CATEGORIES)}
-    names = final_categories(allocations, backward_starts)
-    return np.asarray([number.get(name, number["temporaries"]) for name in names], np.int64)
 
 
 def _live(nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
@@ -174,14 +157,14 @@ def _phase_peaks(
     )
 
 
-def build_peak_report(
+def _peak_report(
     log: EventLog, allocations: Sequence[Allocation], *, backward_starts: Sequence[int], limit: int
 ) -> PeakReport:
     total = np.cumsum(_granules(np.asarray(log.nbytes, np.int64)))
     if not len(total):
         return PeakReport(allocated_bytes=0, phase="start", items=())
     moment = int(total.argmax())
-    names = final_categories(allocations, backward_starts)
+    names = _final_categories(allocations, backward_starts)
     groups: dict[tuple[str, str, str, str], list[Allocation]] = defaultdict(list)
     for allocation, name in zip(allocations, names, strict=True):
         if allocation.born <= moment and (allocation.died is None or allocation.died > moment):
@@ -235,7 +218,6 @@ class FakeGpu:
         self.mode: Mode = mode
         self.settings = settings or AllocatorSettings.from_environment()
         self.notes: list[str] = []
-        self.active = False
         self.only_last_decode_steps = False  # of a rollout: exact for its peak, not for fragmentation
         self.skips_rollouts = False  # a rollout only returns tokens: nothing of it is traced
         self.plays_micro_batches = False  # of a rollout, where one is like another before it; nobody reads its metrics
@@ -344,23 +326,23 @@ class FakeGpu:
 
     @property
     def timeline(self) -> Timeline:
-        self._mark_gradients()
-        return build_timeline(
-            self.memory.log, self.memory.allocations, backward_starts=self.backward_starts,
-            phase_marks=self.memory.phase_marks,
+        log, numbers = self.memory.log, self.category_numbers()
+        ids = np.asarray(log.ids, np.int64)
+        return timeline_of(
+            np.asarray(log.nbytes, np.int64), numbers[ids] if len(ids) else ids, self.memory.phase_marks
         )  # fmt: skip
 
     def category_numbers(self) -> npt.NDArray[np.int64]:
-        """Each allocation's category as an index of `timeline.CATEGORIES`."""
+        """Each allocation's category as an index of `CATEGORIES`."""
         self._mark_gradients()
-        return category_numbers(self.memory.allocations, self.backward_starts)
+        number = {name: i for i, name in enumerate(CATEGORIES)}
+        names = _final_categories(self.memory.allocations, self.backward_starts)
+        return np.asarray([number.get(name, number["temporaries"]) for name in names], np.int64)
 
     def why_peak(self, limit: int = 20) -> PeakReport:
         """The tensors alive at the peak and the code that allocated them, largest first."""
         self._mark_gradients()
-        return build_peak_report(
-            self.memory.log, self.memory.allocations, backward_starts=self.backward_starts, limit=limit
-        )
+        return _peak_report(self.memory.log, self.memory.allocations, backward_starts=self.backward_starts, limit=limit)
 
     # ------------------------------------------------------------------ during the block
     @contextlib.contextmanager
