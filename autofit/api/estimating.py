@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from rich.table import Table
 
@@ -25,10 +25,11 @@ from autofit.api.reading import (
 from autofit.api.tables import Shown
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
 from autofit.files import Scratch
-from autofit.forecast.advice import Advice, Ending, advice_lines, float32_words, then_lines
-from autofit.forecast.estimate import Estimator, estimate_json, estimate_table
+from autofit.forecast.advice import Advice, Ending, advice_lines, ending_words, float32_words, then_lines
+from autofit.forecast.change import Change
+from autofit.forecast.estimate import Crash, Estimator, crash_of, estimate_json, estimate_table
 from autofit.forecast.lengths import OFF, Lengths, read_lengths
-from autofit.forecast.margin import care_lines, is_tight
+from autofit.forecast.margin import care_lines, is_safe, is_tight, most_used_bytes, shown_bytes, step_words, used_words
 from autofit.forecast.step_picture import memory_figure
 from autofit.forecast.typical import Typical, longest_tokens, typical
 from autofit.frontends.writing import changed
@@ -45,16 +46,10 @@ from autofit.scripts.libraries import Libraries, Theirs, Today, asked_of, run_wi
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space
 from autofit.space.traits import describe_left_out
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from typing import Literal
-
-from autofit.forecast.advice import ending_words
-from autofit.forecast.change import Change
-from autofit.forecast.estimate import Crash, crash_of
-from autofit.forecast.margin import is_safe, most_used_bytes, shown_bytes, step_words, used_words
-from autofit.units import format_bytes
 
 ADVICE_TIME = "20s"
 _SAMPLES = 2_000  # of a dataset, whose lengths are counted

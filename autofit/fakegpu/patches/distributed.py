@@ -8,13 +8,15 @@ buckets, filled and reduced at the same moments of backward (torch/csrc/distribu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as distributed
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autofit.fakegpu.card import FakeGpu
@@ -27,11 +29,6 @@ from autofit.fakegpu.tracer import Tracer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-import torch.distributed as distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
