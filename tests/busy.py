@@ -11,8 +11,8 @@ from search_driver import plan
 from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest, ProbeResult, ProbeStatus
-from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Trial
+from autofit.tuning.search import confirm
 from autofit.tuning.study import note_candidate, tell, trials_of
 
 _KEY = "logging_steps"  # tells the candidates apart

@@ -23,7 +23,7 @@ from autofit.promotion import job, promotion
 from autofit.promotion.run_folder import deaf_children
 
 _OF_MLFLOW = (
-    "autofit.tracking.study_mirror", "autofit.tracking.promoted_run", "mlflow.store.tracking.sqlalchemy_store",
+    "autofit.tracking.study_mirror", "mlflow.store.tracking.sqlalchemy_store",
 )  # fmt: skip
 
 

@@ -15,9 +15,9 @@ import torch
 from recipes import grpo_recipe, inspect
 from trl import SFTTrainer
 
-from autofit.api import checking, estimating
+from autofit.api import estimating
 from autofit.api.arguments import named_as_arguments
-from autofit.api.checking import Check
+from autofit.api.estimating import Check
 from autofit.api.events import Event
 from autofit.cli import main
 from autofit.commands.common import DONE, NOTHING_FITS, ended
@@ -309,10 +309,9 @@ def test_the_verdict_is_heard_before_any_change_is_tried_and_no_time_means_no_ad
         recipe=grpo_recipe(), device="sim:a10g", capacity_bytes=CARD.capacity_bytes, mends=mends, within=within,
         advice=mends, estimate=lambda: result(CARD.capacity_bytes + GB),
     )  # fmt: skip
-    for module in (checking, estimating):
-        monkeypatch.setattr(module, "estimator", lambda *_: nullcontext(made))
+    monkeypatch.setattr(estimating, "estimator", lambda *_: nullcontext(made))
     monkeypatch.setattr(estimating, "tell_left_out", lambda *_: happened.append("left out"))
-    for call in (checking.check, estimating.estimate):
+    for call in (estimating.check, estimating.estimate):
         happened.clear()
         found = call(None, advice_time="90s", on_result=lambda one: happened.append(f"{one.fits} {one.advice}"))
         assert happened == ["False None", "advice"]
@@ -345,10 +344,9 @@ def test_ctrl_c_keeps_the_verdict_and_is_one_line_in_a_notebook_where_there_is_n
         recipe=grpo_recipe(), device="sim:a10g", capacity_bytes=CARD.capacity_bytes,
         cancel=lambda: cancelled.append(True), estimate=lambda: result(CARD.capacity_bytes + GB),
     )  # fmt: skip
-    for module in (checking, estimating):
-        monkeypatch.setattr(module, "estimator", lambda *_: nullcontext(made))
+    monkeypatch.setattr(estimating, "estimator", lambda *_: nullcontext(made))
     monkeypatch.setattr(estimating.Asked, "typical", pressed)
-    for call in (checking.check, estimating.estimate):
+    for call in (estimating.check, estimating.estimate):
         found = call(None)
         assert (found.interrupted, found.fits, cancelled.pop()) == (True, False, True)
     with pytest.raises(Interrupted) as stopped, named_as_arguments():
@@ -368,10 +366,9 @@ def test_notes_that_nobody_hears_stand_in_the_result(monkeypatch: pytest.MonkeyP
         tell(Event(text="a model on a card"))
         return nullcontext(made)
 
-    for module in (checking, estimating):
-        monkeypatch.setattr(module, "estimator", estimator)
+    monkeypatch.setattr(estimating, "estimator", estimator)
     heard: list[Event] = []
-    for call in (checking.check, estimating.estimate):
+    for call in (estimating.check, estimating.estimate):
         assert call(None, advice_time=0).noted == ["note: the loss is not simulated"]
         assert call(None, advice_time=0, on_event=heard.append).notes == ()
     assert len(heard) == 4

@@ -17,9 +17,8 @@ from autofit.cluster.slurm import Queue
 from autofit.errors import EnvironmentFault
 from autofit.files import write_json
 from autofit.probing import cluster_launch
-from autofit.probing.cluster_launch import ClusterLauncher, job_name
+from autofit.probing.cluster_launch import Allocation, ClusterLauncher, Pool, _Told, job_name
 from autofit.probing.launch import Attempts, Next, end_in_slurm, what_next
-from autofit.probing.pool import Allocation, Pool, _Told
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import Promotion, follow
 

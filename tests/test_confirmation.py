@@ -22,11 +22,10 @@ from autofit.probing.result import Fidelity, ProbeRequest, ProbeResult, ProbeSta
 from autofit.promotion.promotion import choose
 from autofit.tracking.runs import client, experiment_id
 from autofit.tracking.study_mirror import sync
-from autofit.tuning import confirmation
-from autofit.tuning.confirmation import confirm
+from autofit.tuning import search
 from autofit.tuning.frontier import Goal, Rule, Trial, pareto_front, winner
 from autofit.tuning.record import StudyRecord, keep_confirmation
-from autofit.tuning.search import Plan, Search, open_study
+from autofit.tuning.search import Plan, Search, confirm, open_study
 from autofit.tuning.sentences import confirmation_note, why
 from autofit.tuning.study import load_study, trials_of
 
@@ -106,7 +105,7 @@ class Slow(AtOnce):
 
 
 def test_a_confirmation_that_takes_long_says_what_is_probed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirmation, "_EVERY_S", 0.0)
+    monkeypatch.setattr(search, "_EVERY_S", 0.0)
     monkeypatch.setenv("UNSTEADY", "{}")
     best, wanted, said = ranked(folder)[0], plan(folder, 8), list[str]()
     confirm(wanted, open_study(wanted), server_socket=None, launcher=Slow(lawful.unsteady), say=said.append)

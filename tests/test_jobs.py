@@ -19,8 +19,7 @@ from autofit.cli import main
 from autofit.cluster.scheduler import executor_of
 from autofit.cluster.slurm import Queue, submit
 from autofit.files import write_json
-from autofit.probing.cluster_launch import job_name
-from autofit.probing.pool import Pool
+from autofit.probing.cluster_launch import Pool, job_name
 from autofit.probing.supervise import note_of
 
 

@@ -14,9 +14,8 @@ import yaml
 from recipes import grpo_recipe
 
 from autofit.recipe.catalogue import attention_heads
-from autofit.recipe.findings import Finding, Severity, StatedLaunch
+from autofit.recipe.findings import Finding, Severity, StatedLaunch, findings
 from autofit.recipe.launch import THREADS, Launch, read_accelerate_config
-from autofit.recipe.launch_findings import findings
 from autofit.units import format_bytes
 
 WEIGHTS = 15_230_000_000

@@ -17,8 +17,7 @@ from recipes import grpo_recipe, trl_facts
 from trl import DPOTrainer, GRPOTrainer
 
 from autofit.plugin.registry import load
-from autofit.proof.proof import ROUNDING
-from autofit.proof.reach import reach
+from autofit.proof.proof import ROUNDING, reach
 from autofit.recipe.recipe import Recipe, TrainerName
 from autofit.space.knob import load_space
 from autofit.space.space import Space, Value

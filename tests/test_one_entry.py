@@ -34,7 +34,7 @@ from autofit.probing.launch import is_alive, place_in_slurm, start_job
 from autofit.probing.result import ProbeStatus
 from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.run_folder import Oom
-from autofit.proof.reach import reach
+from autofit.proof.proof import reach
 from autofit.recipe.recipe import Recipe
 from autofit.space.knob import load_space, read_space
 from autofit.space.space import Space

@@ -13,9 +13,8 @@ from search_driver import plan
 
 from autofit.files import read_json, write_json
 from autofit.tracking import follower
-from autofit.tracking.promoted_run import RunMirror
 from autofit.tracking.runs import client, experiment_id, search
-from autofit.tracking.study_mirror import sync
+from autofit.tracking.study_mirror import RunMirror, sync
 from autofit.tuning.search import Search, open_study
 from autofit.watching.events import Kind, RunEvent, forget_progress_after, keep_event
 

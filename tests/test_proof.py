@@ -17,8 +17,7 @@ from autofit import promote
 from autofit.api.tables import trial_line
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.result import ProbeResult, ProbeStatus
-from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove
-from autofit.proof.reach import reach
+from autofit.proof.proof import PARAMETER_ROUNDING, ROUNDING, Proof, Verdict, checked, lines, prove, reach
 from autofit.proof.worker import run as run_worker
 from autofit.recipe.keys import Tier
 from autofit.space.traits import Reach

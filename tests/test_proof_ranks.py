@@ -9,8 +9,7 @@ import pytest
 import autofit.proof.proof
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.probing.fork_server import ForkServer
-from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, prove_changes
-from autofit.proof.reach import on_few_ranks, reach_of_launch
+from autofit.proof.proof import ROUNDING, Proof, Verdict, lines, on_few_ranks, prove_changes, reach_of_launch
 from autofit.recipe.keys import SYNC_EACH_BATCH, BatchKeys
 from autofit.space.traits import Reach
 from autofit.trainers.keys import ROLLOUTS, SAMPLES

@@ -18,9 +18,8 @@ from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.fork_server import ForkServer
 from autofit.watching.events import Kind, events_of, read_progress, stop_asked
-from autofit.watching.rewards import RewardFault, RewardWatcher
 from autofit.watching.thresholds import StatedGuards, read_guards
-from autofit.watching.watchers import facts_of
+from autofit.watching.watchers import RewardFault, RewardWatcher, facts_of
 
 
 def trainer_of(function: Any, name: str = "exact") -> Any:
@@ -100,7 +99,7 @@ def test_none_and_nan_are_counted_apart_and_stay_logged_once_seen() -> None:
 
 def test_the_seconds_of_a_slow_function_are_its_share_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("autofit.watching.rewards.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("autofit.watching.watchers.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(completions: list[str], **_: object) -> list[float]:
         now[0] += 42.0
@@ -117,8 +116,8 @@ def test_the_seconds_of_a_slow_function_are_its_share_of_the_step(monkeypatch: p
 
 
 def test_a_call_that_does_not_return_is_told_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autofit.watching.rewards._SLOW_S", 0.05)
-    monkeypatch.setattr("autofit.watching.rewards._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("autofit.watching.watchers._SLOW_S", 0.05)
+    monkeypatch.setattr("autofit.watching.watchers._LOOK_EVERY_S", 0.01)
 
     def waits(completions: list[str], **_: object) -> list[float]:
         deadline = time.monotonic() + 20

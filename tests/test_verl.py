@@ -34,7 +34,7 @@ from autofit.forecast.levers import Bounds, Known
 from autofit.forecast.shop import Offer, OfferVerdict, Shop
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
-from autofit.frontends.verl_settings import KEYS, Settings
+from autofit.frontends.verl import KEYS, Settings
 from autofit.frontends.writing import OwnFile, can_say, changed, in_own_keys, own_text, own_words, wrong_with
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank

@@ -13,7 +13,7 @@ import tiny
 from autofit.files import write_json
 from autofit.forecast.phases import Itinerary, Visited, predicted
 from autofit.forecast.visiting import Tour
-from autofit.frontends.verl_settings import Settings
+from autofit.frontends.verl import Settings
 from autofit.plugin.protocol import (
     LOADING,
     LOG_PROBS,

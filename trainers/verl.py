@@ -26,8 +26,8 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.frontends import verl_recipe
+from autofit.frontends.verl import SGLANG, Settings
 from autofit.frontends.verl_rules import SHARDED_HEAD, cut_responses, without_room
-from autofit.frontends.verl_settings import SGLANG, Settings
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import go_offline_without_a_hub, model_config
 from autofit.plugin.protocol import (

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.frontends.verl_settings import Settings
+from autofit.frontends.verl import Settings
 
 from .verl_engine import DTYPES, Engine, checkpointed, fuse_head
 from .verl_losses import value_loss

@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autofit.api.card_advice import CardAdvice, advise
-    from autofit.api.checking import Check, check
-    from autofit.api.estimating import Estimate, estimate
+    from autofit.api.estimating import Check, Estimate, check, estimate
     from autofit.api.events import Event, Progress, TrialResult
-    from autofit.api.explaining import Explained, explain
     from autofit.api.job_list import Job, Jobs, jobs
     from autofit.api.listing import Studies, studies
     from autofit.api.monitoring import Snapshot, monitor
     from autofit.api.pipeline import PipelineResult, StageResult, run
     from autofit.api.promoting import PromotionResult, ProofResult, promote, verify
+    from autofit.api.reading import Explained, explain
     from autofit.api.results import SearchResult
     from autofit.api.searching import report, search
 
@@ -26,11 +25,11 @@ __all__ = [
 _FOUND_IN = {  # loaded when first asked for: an estimate needs none of a search's libraries, which take 0.6 s
     "CardAdvice": "card_advice", "advise": "card_advice",
     "Job": "job_list", "Jobs": "job_list", "jobs": "job_list",
-    "Explained": "explaining", "explain": "explaining",
-    "Check": "checking", "Estimate": "estimating", "Event": "events", "Progress": "events",
+    "Explained": "reading", "explain": "reading",
+    "Check": "estimating", "Estimate": "estimating", "Event": "events", "Progress": "events",
     "PromotionResult": "promoting", "ProofResult": "promoting", "SearchResult": "results", "TrialResult": "events",
     "Snapshot": "monitoring", "Studies": "listing", "monitor": "monitoring", "studies": "listing",
-    "check": "checking", "estimate": "estimating", "promote": "promoting", "report": "searching",
+    "check": "estimating", "estimate": "estimating", "promote": "promoting", "report": "searching",
     "search": "searching", "verify": "promoting", "PipelineResult": "pipeline",
     "StageResult": "pipeline", "run": "pipeline",
 }  # fmt: skip

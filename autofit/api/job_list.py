@@ -17,11 +17,10 @@ from autofit.cluster.scheduler import JobState, Kind, cluster_of
 from autofit.errors import ConfigError, EnvironmentFault, option, quoted
 from autofit.files import read_json
 from autofit.folding import Folding
-from autofit.probing.cluster_launch import job_name
+from autofit.probing.cluster_launch import Pool, job_name
 from autofit.probing.job import cancel as cancel_probe
 from autofit.probing.job import waiting_path
 from autofit.probing.launch import AtWork, cluster_job, is_alive, probes_at_work
-from autofit.probing.pool import Pool
 from autofit.promotion.run_folder import ask_to_end
 from autofit.units import format_seconds
 

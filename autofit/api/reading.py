@@ -1,20 +1,29 @@
-"""From the arguments of a command to its recipe, device and fork server. Imports nothing that only a search needs."""
+"""From the arguments of a command to its recipe, device and fork server; and `autofit.explain`, which reads alone.
+
+Imports nothing that only a search needs.
+"""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import replace
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from rich.table import Table
+
+from autofit.api.arguments import named_as_arguments
 from autofit.api.events import still_at
+from autofit.api.tables import Shown
 from autofit.errors import AutofitError, ConfigError, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import release
 from autofit.frontends import writing
+from autofit.frontends.draft import Explanation
 from autofit.frontends.writing import Changed, on_card
 from autofit.hardware.hardware import CardNeeds, Device, card_needs, gpus, has_bfloat16, slices_fault
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
-from autofit.plugin.registry import trainer_for
+from autofit.plugin.registry import explained, trainer_for
 from autofit.probing.fork_server import ForkServer, server_for
 from autofit.probing.prepare import prepare
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions
@@ -151,3 +160,28 @@ def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
             f"{option('prompt-tokens')} is for simulated cards only ({option('gpu', 'NAME')}), and the device is "
             f"{device}"
         )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explained(Shown):
+    """What the file says, what its tool adds and refuses: `explanation.lines`, `wrong`, `unread` and `notes`."""
+
+    explanation: Explanation
+
+    def parts(self) -> list[Table | str]:
+        return [f"{name}: {text}" for name, text in self.explanation.shown()]
+
+    def to_dict(self) -> dict[str, object]:
+        return self.explanation.to_json()
+
+
+def explain(
+    file: str | os.PathLike[str], *, changes: Mapping[str, object] | None = None, num_processes: int | None = None,
+) -> Explained:  # fmt: skip
+    """What a file of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1 trains, in less than a second, without torch.
+
+    `file` is a YAML, a shell script, or a command such as "swift sft --model ...". `changes` are in the tool's own
+    keys; `num_processes` ranks (GPUs) count in place of what the file says. Raises ConfigError.
+    """
+    with named_as_arguments():
+        return Explained(explained([os.fspath(file)], changes or {}, ranks=num_processes))

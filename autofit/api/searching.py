@@ -49,12 +49,11 @@ from autofit.space.knob import StatedSpace
 from autofit.space.space import Space
 from autofit.space.traits import describe_changes
 from autofit.tracking.follower import Follower, following
-from autofit.tuning.confirmation import confirm
 from autofit.tuning.frontier import Goal, Trial, baseline, winner
 from autofit.tuning.locks import is_there
 from autofit.tuning.record import Stop, StopKind, keep_record, record_of
 from autofit.tuning.sampler import SamplerName
-from autofit.tuning.search import Plan, Search, SearchProgress, open_study
+from autofit.tuning.search import Plan, Search, SearchProgress, confirm, open_study
 from autofit.tuning.sensitivity import sensitivity
 from autofit.tuning.storage import database_of, mlflow_follows, use_storage
 from autofit.tuning.study import driving, open_storage, trials_of

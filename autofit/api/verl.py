@@ -12,8 +12,8 @@ from typing import cast
 from autofit.api.arguments import named_as_arguments, studies_folder
 from autofit.errors import ConfigError
 from autofit.files import regular_bytes
-from autofit.frontends.to_verl import exported
 from autofit.frontends.tools import VERL
+from autofit.frontends.verl_recipe import exported
 from autofit.frontends.writing import override, own_changes
 from autofit.probing.result import ProbeResult
 from autofit.promotion.promotion import choose

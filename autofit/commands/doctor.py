@@ -170,9 +170,8 @@ def _findings(
 ) -> "list[Finding]":
     """What is wrong with the launch, the worst first."""
     from autofit.hardware.hardware import gpus
-    from autofit.recipe.findings import StatedLaunch
+    from autofit.recipe.findings import StatedLaunch, findings
     from autofit.recipe.launch import read_accelerate_config
-    from autofit.recipe.launch_findings import findings
 
     given = options.accelerate_config or values.get("accelerate_config") or values.get("config_file")
     config = read_accelerate_config(str(given))[0] if given is not None else {}

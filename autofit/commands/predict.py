@@ -308,7 +308,7 @@ def _look_at_card(options: argparse.Namespace, asked: str = "sim") -> tuple[str,
 
 
 def _demo_recipe() -> Path:
-    from autofit.demo import prepare_smollm2
+    from autofit.demo.smollm2 import prepare_smollm2
 
     return prepare_smollm2(cache_folder(), progress=say)
 

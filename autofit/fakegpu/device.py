@@ -102,8 +102,6 @@ def _start(gpu: FakeGpu, undo: Undo) -> None:
     """Make the card visible; a failure leaves what was done so far to the undo."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # its first use imports modules that look for a real CUDA
     undo.enter(_torch_state_kept())
-    undo.add(setattr, gpu, "active", False)
-    gpu.active = True
     if gpu.mode == "cuda":
         CUDA_GUARD.install()
         undo.add(CUDA_GUARD.remove)

@@ -18,13 +18,12 @@ from autofit.frontends import (
     verl,
     verl_recipe,
     verl_rules,
-    yaml_script,
 )
 from autofit.frontends.command import UNSURE, Command, commands, hands_on_arguments, script_text, takes_arguments
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, Line, WrongValuesError, lines
 from autofit.frontends.python_file import as_it_is
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TOOLS, VERL, tool_of, tools_of
-from autofit.frontends.verl_settings import file_notes, script_notes
+from autofit.frontends.verl import file_notes, script_notes
 from autofit.recipe.yaml_file import of_notebook, parse_yaml, read_yaml_mapping
 
 SCRIPTS = (".sh", ".bash")
@@ -77,7 +76,7 @@ def starts_training(text: str) -> bool:
 def first_training(text: str, folder: Path) -> tuple[str, Command] | None:
     """(tool, command) of the first training that a script in `folder` starts, but for verl's."""
     started: Mapping[str, Iterator[tuple[Any, ...]]] = {
-        trl_script.TOOL: trl_script.started(text, folder), _BY_YAML: yaml_script.started(text),
+        trl_script.TOOL: trl_script.started(text, folder), _BY_YAML: tools.started(text),
         _OF_ITS_OWN: hf_script.started(text), MS_SWIFT.name: ms_swift.started(text),
     }  # fmt: skip
     return next(((tool, found[0]) for tool, each in started.items() for found in each), None)
@@ -111,7 +110,7 @@ def _recipe_of_script(path: Path, text: str, ranks: int | None) -> Foreign:
     if tool == VERL.name:
         return _named(tool, path, lambda: verl_recipe.of_script(text, ranks=ranks))
     if (reader := _READERS.get(tool)) is None:
-        started = _named(tool, path, lambda: yaml_script.training(text, folder=folder))
+        started = _named(tool, path, lambda: tools.training(text, folder=folder))
         return _of_training(started, path, ranks)
     return _named(tool, path, lambda: reader(text, folder=folder, ranks=ranks))
 
@@ -135,7 +134,7 @@ def _starts_none(text: str, path: Path) -> ConfigError:
     )
 
 
-def _of_training(found: yaml_script.Training, path: Path, ranks: int | None) -> Foreign:
+def _of_training(found: tools.Training, path: Path, ranks: int | None) -> Foreign:
     """The recipe of LLaMA-Factory's or Axolotl's keys that a script starts a training with."""
     folder, count = path.resolve().parent, found.ranks if ranks is None else ranks
     made = _RECIPES[found.tool.name]
@@ -251,9 +250,9 @@ def _explained_script(text: str, path: Path, ranks: int | None) -> Explanation:
     if tool == _OF_ITS_OWN:
         return _named(tool, path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
     if tool != VERL.name:
-        read = ms_swift.training if tool == MS_SWIFT.name else yaml_script.training
-        started: ms_swift.Training | yaml_script.Training = _named(tool, path, lambda: read(text, folder=folder))
-        of = started.tool if isinstance(started, yaml_script.Training) else MS_SWIFT
+        read = ms_swift.training if tool == MS_SWIFT.name else tools.training
+        started: ms_swift.Training | tools.Training = _named(tool, path, lambda: read(text, folder=folder))
+        of = started.tool if isinstance(started, tools.Training) else MS_SWIFT
         said = tools.explain(of, started.values, ranks=started.ranks if ranks is None else ranks)
         return _with_recipe(said, lambda: _recipe_of_script(path, text, ranks))
     found, unread = verl.overrides(text)

@@ -22,10 +22,10 @@ from autofit.frontends import (
     hf_script,
     llama_factory,
     ms_swift,
+    tools,
     trl_recipe,
     trl_script,
     verl_recipe,
-    yaml_script,
 )
 from autofit.frontends.command import Command, commands, script_text
 from autofit.frontends.draft import NOT_SIMULATED, Explanation, Foreign, summary
@@ -40,9 +40,8 @@ from autofit.frontends.reading import (
     starts_training,
 )
 from autofit.frontends.tools import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, VERL, tool_of
+from autofit.frontends.verl import is_below_a_part, starts_verl, unknown_key, whole_key
 from autofit.frontends.verl import span as verls_span
-from autofit.frontends.verl import starts_verl
-from autofit.frontends.verl_settings import is_below_a_part, unknown_key, whole_key
 from autofit.recipe.recipe import merge, own_names
 from autofit.recipe.secrets import opened_text
 from autofit.recipe.yaml_file import Source, Stated, parse_yaml, read_source, read_yaml_mapping
@@ -117,7 +116,7 @@ def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | No
     """
     if foreign.tool not in (LLAMA_FACTORY.name, AXOLOTL.name):
         return {}
-    found = yaml_script.training(text, folder=script.resolve().parent)
+    found = tools.training(text, folder=script.resolve().parent)
     if found.config is None or found.config.suffix == ".json":
         return {}
     changed = script_text(found.config)
@@ -295,9 +294,9 @@ def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
     """`text` of the script `path` with `key` of the first training that it starts set to `value`."""
     if starts_verl(text):
         return _in_verls_script(text, whole_key(key), value)
-    if (first := next(yaml_script.started(text), None)) is not None and first[1] is LLAMA_FACTORY:
+    if (first := next(tools.started(text), None)) is not None and first[1] is LLAMA_FACTORY:
         end = first[0].end
-        if yaml_script.training(text, folder=path.resolve().parent).config is not None:
+        if tools.training(text, folder=path.resolve().parent).config is not None:
             return f"{text[:end].rstrip()} {override(key, value)}{text[end:]}"  # of several, the last counts
     return _in_script(text, key, value, folder=path.resolve().parent)
 

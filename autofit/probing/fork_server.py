@@ -33,9 +33,10 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.files import Scratch, keep_small
 from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
@@ -46,6 +47,11 @@ LOG = "fork_server.log"
 _MOVES_WITHIN_S = 1.0
 _INSIDE = "AUTOFIT_INSIDE"  # in the environment of a process that imports the recipe's own code
 _IMPORTS_CODE = ("autofit.probing.prepare", "autofit.probing.worker", "autofit.forecast.worker")
+_PRELOADED = (
+    "torch", "numpy", "transformers", "datasets", "peft", "accelerate", "transformers.models.auto.modeling_auto",
+    "transformers.trainer", "autofit.plugin.transformers_run", "autofit.probing.worker", "autofit.probing.prepare",
+    "autofit.probing.simulated", "autofit.forecast.worker",
+)  # fmt: skip
 _STAYS = "stays="  # before the socket of a server that outlives its starter
 # What torchrun tells a rank: accelerate would wait for the others. Whoever starts ranks gives them their own.
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -247,15 +253,68 @@ def serve(socket_path: str, *, preloads: bool = True, stays: str | None = None) 
 
 
 def _preload() -> None:
+    """Import what probes, inspections and forecasts need."""
+    from importlib.metadata import entry_points
+    from unittest import mock
+
+    from autofit.plugin import registry
     from autofit.plugin.lean import lean_imports
-    from autofit.probing.preload import preload
 
     with lean_imports():
         import torch
 
-        with _cards_from_the_driver(torch.cuda):
-            preload()
+        # 0.1 s: every trainer is looked up twice among the entry points of every installed package
+        looked_up = mock.patch("autofit.plugin.registry.entry_points", functools.cache(entry_points))
+        with _cards_from_the_driver(torch.cuda), looked_up:
+            _import_object_detection()
+            for name in _PRELOADED:
+                importlib.import_module(name)
+            _leave_out_scipy()
+            for name in registry.names():
+                try:
+                    registry.load(name)
+                except AutofitError as error:  # raised when that trainer is requested
+                    print(f"trainer {name}: {error}", file=sys.stderr, flush=True)
     gc.freeze()  # keeps the children's collections from copying shared memory pages
+
+
+def _import_object_detection() -> None:
+    """Import transformers' losses with a stand-in for scipy's `linear_sum_assignment`.
+
+    Those of object detection call it; all of `scipy.optimize` (0.3 s) would be imported for it.
+    """
+    name = "scipy.optimize"
+    if name in sys.modules:
+        return
+
+    def linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module(name).linear_sum_assignment(*args, **kwargs)
+
+    stand_in = ModuleType(name)
+    vars(stand_in)["linear_sum_assignment"] = linear_sum_assignment
+    sys.modules[name] = stand_in
+    try:
+        importlib.import_module("transformers.loss.loss_utils")
+    finally:
+        del sys.modules[name]
+
+
+def _leave_out_scipy() -> None:
+    """Let datasets replace functions of scipy in the module that reads a file only where scipy was imported.
+
+    It imports scipy.io (0.2 s) for that in each process that reads a dataset; what was not imported has no name there.
+    """
+    streaming = importlib.import_module("datasets.streaming")
+    replaced = getattr(streaming, "patch_submodule", None)
+    if replaced is None:  # a version that does otherwise
+        return
+
+    def patch_submodule(module: ModuleType, target: str, *args: Any, **options: Any) -> Any:
+        if target.partition(".")[0] in sys.modules:
+            return replaced(module, target, *args, **options)
+        return SimpleNamespace(start=lambda: None)
+
+    vars(streaming)["patch_submodule"] = patch_submodule
 
 
 @contextlib.contextmanager

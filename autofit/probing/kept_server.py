@@ -39,8 +39,8 @@ _READY_WITHIN_S = 6.0  # of a server that may still import; a command that does 
 _MOST_BYTES = 2**22  # of a request: an environment has at most 2 MB
 # What commands import besides what the fork server has: their own modules, the database, tables, datasets' readers.
 _OF_COMMANDS = (
-    "autofit.cli", "autofit.api.checking", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
-    "rich.console", "rich.table", "rich.status", "scipy.io", "autofit.recipe.launch_findings",
+    "autofit.cli", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
+    "rich.console", "rich.table", "rich.status", "scipy.io", "autofit.recipe.findings",
     "autofit.cluster.nodes", "datasets.streaming", "datasets.packaged_modules.json.json",
     "datasets.packaged_modules.cache.cache", "datasets.packaged_modules.arrow.arrow",
 )  # fmt: skip

@@ -20,16 +20,24 @@ import yaml
 from torch import Tensor
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
-from autofit.fakegpu.depth.expand import Mark, Run, expanded, expanded_host
+from autofit.fakegpu.card import Timeline, timeline_of
+from autofit.fakegpu.depth.expand import (
+    LeftOut,
+    Mark,
+    RoundsDifferError,
+    Run,
+    expanded,
+    expanded_host,
+    with_rounds,
+    without_marks,
+)
 from autofit.fakegpu.depth.layers import LayerClock
-from autofit.fakegpu.depth.rounds import LeftOut, RoundsDifferError, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.known_values import ASSUMPTIONS
 from autofit.fakegpu.memory import HostMemory as HostTensors
 from autofit.fakegpu.memory import held_bytes
 from autofit.fakegpu.rates.collectives import COLLECTIVES, HOST, log_error
 from autofit.fakegpu.replay import Unlimited
-from autofit.fakegpu.timeline import Timeline, timeline_of
 from autofit.hardware.calibration import host_costs
 from autofit.hardware.nvml import CardState
 from autofit.plugin.protocol import BEFORE_UPDATE, OPTIMIZER, ROLLOUT, UPDATE

@@ -378,7 +378,7 @@ def _simulated(
 
     With a `pattern` models have few layers, which are alike after so many; with None they have all.
     """
-    from autofit.fakegpu.depth.rounds import RoundsDifferError
+    from autofit.fakegpu.depth.expand import RoundsDifferError
 
     for leaves_out in (True, False):
         run = _train_on_card(request, memory, recorder, trainer, pattern=pattern, leaves_out=leaves_out)

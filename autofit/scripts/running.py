@@ -225,7 +225,7 @@ def _stood_in(
             stack.callback(lambda: made.tell(models.longest))
             stack.enter_context(models.in_place())
             if imports_unsloth(code):
-                from autofit.scripts.unsloth import unsloth_stood_in
+                from autofit.scripts.stand_ins import unsloth_stood_in
 
                 stack.enter_context(unsloth_stood_in(code, card.note))
             if not script.of_libraries:

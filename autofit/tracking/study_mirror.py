@@ -1,39 +1,49 @@
-"""MLflow's mirror of a study: one top-level run per trial, rebuilt from Optuna at any time, any number of times.
+"""MLflow's mirrors: of a study, one top-level run per trial, and of a promoted run. Both can be made again at any time.
 
-Optuna holds the truth. `python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own,
+Optuna holds the truth of a study, the run's folder that of a promoted run: a kill of a mirror, a resume that repeated
+steps or the loss of MLflow's database is mended.
+
+`python -m autofit.tracking.study_mirror DIR STUDY` follows a search in a process of its own,
 `python -m autofit.tracking.study_mirror REQUEST` a full run, so that a slow or unreachable MLflow affects nothing else.
 """
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
-from mlflow.entities import Run
+from mlflow.entities import Metric, Run, RunTag
 
 from autofit.errors import AutofitError
-from autofit.files import written_json
+from autofit.files import read_json, write_json, written_json
+from autofit.probing.launch import is_alive
+from autofit.promotion.run_folder import RunFolder
 from autofit.tracking.database import make_whole, tracking_uri
-from autofit.tracking.follower import keep_mirrored, told_of, told_to_end
-from autofit.tracking.front_plot import study_figure, write_step
-from autofit.tracking.promoted_run import RunMirror, mirror_promoted
+from autofit.tracking.follower import MIRRORED, keep_mirrored, mirrored_state, told_of, told_to_end
+from autofit.tracking.front_plot import STEP_FILES, study_figure, write_step
 from autofit.tracking.runs import (
     COLOR,
     CONFIRMED,
     ENDED,
     KIND,
+    PROMISE,
     ROLE,
+    STATUS,
     STUDY,
+    TIER,
     TRIAL,
     client,
     experiment_id,
     finished_run,
     how_confirmed,
+    log_params,
     mirror_confirmation,
     mirror_trial,
     put_runs,
@@ -41,15 +51,265 @@ from autofit.tracking.runs import (
     runs_of,
     search,
     tracking_errors,
+    trial_params,
     trial_run_ids,
+    with_gb,
+    with_launch,
 )
 from autofit.tracking.ui import view_tags
 from autofit.tuning.frontier import Trial, baseline, common_front, winner
 from autofit.tuning.locks import exclusive
 from autofit.tuning.record import StudyRecord, record_of
 from autofit.tuning.sentences import confirmation_json, confirmation_note, why
-from autofit.tuning.study import database_errors, load_study, open_storage, study_names, with_confirmations
+from autofit.tuning.study import database_errors, load_study, open_storage, study_names, trials_of, with_confirmations
 from autofit.units import format_bytes
+from autofit.watching.contract import Row, contract_of
+from autofit.watching.events import EVENTS, Kind, RunEvent, events_of, read_progress
+
+_SHOWN_EVENTS = 50
+_FIGURES = ("step_s", "device_used_bytes", "samples_per_s")
+_COUNTED = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT)  # each of them is a tag of its own
+
+
+def outcome(rows: Sequence[Row]) -> str:
+    """kept, broken, or "not compared"; "" for a run without a promise."""
+    kept = {row.kept for row in rows}
+    return "broken" if False in kept else "kept" if True in kept else "not compared" if rows else ""
+
+
+def contract_figures(promise: Mapping[str, Any] | None, rows: Sequence[Row]) -> dict[str, float]:
+    """`promised_` and `actual_` seconds, bytes and samples a second, and the limit, as far as they are known."""
+    known = promise or {}
+    found: dict[str, object] = {f"promised_{key}": known.get(key) for key in _FIGURES}
+    found["limit_bytes"] = known.get("limit_bytes")
+    found |= {f"promised_{row.key}": row.promised for row in rows if row.key in _FIGURES}
+    found |= {f"actual_{row.key}": row.actual for row in rows if row.key in _FIGURES}
+    return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
+
+
+def event_tags(events: Sequence[RunEvent]) -> dict[str, str]:
+    """The tags of the events: the last of a guard, each rescue, each resume, the memory's warning, the verdict."""
+    tags: dict[str, str] = {}
+    counts = dict.fromkeys(Kind, 0)
+    for event in events:
+        counts[event.kind] += 1
+        name = _tag(event, counts[event.kind])
+        if name:
+            tags[name] = str(event.data.get("tag_value", event.text))
+    return tags
+
+
+def _tag(event: RunEvent, number: int) -> str:
+    """The name of the event's tag; "" for one that stands in the note only."""
+    if "tag" in event.data:
+        return str(event.data["tag"])
+    if event.kind in _COUNTED:
+        return f"autofit.{event.kind}.{number}"
+    if event.kind is Kind.GUARD:
+        return f"autofit.guard.{event.data.get('guard', number)}"
+    return f"autofit.{event.kind}" if event.kind in (Kind.MEMORY, Kind.VERDICT) else ""
+
+
+def note(request: Mapping[str, Any], state: str, rows: Sequence[Row], events: Sequence[RunEvent]) -> str:
+    """The run's description in Markdown: its state, promised against actual, and its last events."""
+    verdict = next((f" {event.text}" for event in reversed(events) if event.kind is Kind.VERDICT), "")
+    promise = outcome(rows)
+    kept = f", and its promise is {promise}" if promise in ("kept", "broken") else ""
+    parts = [f"**The full run of trial {request['trial']} is {state}{kept}.**{verdict}"]
+    if rows:
+        parts.append("| | promised | actual | |\n|---|---|---|---|\n" + "\n".join(_row(row) for row in rows))
+    told = [f"- step {event.step}, {event.kind}: {_line(event.text)}" for event in events[-_SHOWN_EVENTS:]]
+    return "\n\n".join([*parts, *(["\n".join(told)] if told else [])])
+
+
+def _row(row: Row) -> str:
+    kept = "" if row.kept is None else "kept" if row.kept else "**broken**"
+    cells = (row.what, row.promised_text, row.actual_text, kept)
+    return "| " + " | ".join(_line(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+Line = Mapping[str, object]
+_BEGAN, _TRIAL_RUN = "autofit.began", "autofit.trial_run"  # time of the first step; id of the run of the trial's probe
+_MIRROR = "autofit.mirror"  # who wrote last: a mirror process, or `autofit sync`
+_RUN_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
+_NO_METRICS = ("step", "time", "max_steps")
+_MOST_METRICS = 900  # in one batch; MLflow takes 1,000
+
+
+def mirror_promoted(study_folder: Path, study: str) -> None:
+    """Bring all promoted runs of `study` up to date, whatever was killed."""
+    for path in sorted((study_folder / "promoted").glob("*/request.json")):
+        request = read_json(path)
+        if request is not None and request["study"] == study:
+            folder = path.parent  # the studies may have been moved since
+            RunMirror({**request, "folder": str(folder), "study_folder": str(study_folder)}).update(
+                ended=not is_alive(folder)
+            )
+
+
+class RunMirror:
+    """The mirror of one promoted run. Keeps in memory what MLflow has already."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._request = request
+        self._folder, self._study_folder = Path(str(request["folder"])), Path(str(request["study_folder"]))
+        self._steps: dict[str, set[int]] = {}  # steps that MLflow has, by the metric that was asked for
+        self._run_id, self._told, self._id = "", "", uuid.uuid4().hex
+
+    def update(self, *, ended: bool) -> str | None:
+        """Copy what MLflow lacks; returns the id of MLflow's run, or None while there is neither a step nor an event.
+
+        `ended` says that no process trains any more. Raises MlflowException, and ConfigError if another mirror is busy.
+        """
+        lines, events = read_progress(self._folder), events_of(self._folder)
+        if not lines and not events and not ended:
+            return None
+        now = f"{RunFolder(self._folder).state(lambda: not ended)} {len(lines)} {len(events)}"
+        if now == self._told and not ended:
+            return self._run_id
+        with exclusive(self._study_folder / "locks", f"mlflow-{self._folder.name}", wait_s=_LOCK_S):
+            api = client(self._study_folder)
+            run = self._run(api, lines)
+            if run.data.tags.get(_MIRROR) != self._id:
+                self._take_over(api, run)
+            self._log(api, [line for line in lines if self._is_new(api, line)])
+            if now != self._told:
+                self._tell(api, run, lines, events, ended=ended)
+            self._told = now
+        return self._run_id
+
+    # -- the run --
+
+    def _run(self, api: Any, lines: Sequence[Line]) -> Run:
+        """MLflow's run: the one of this start, or a new one after `promote --restart`."""
+        experiment = experiment_id(api, self._study_folder, str(self._request["study"]))
+        began = str(lines[0].get("time", "")) if lines else ""
+        found = search(api, experiment, " and ".join(f"tags.`{key}` = '{value}'" for key, value in self._who().items()))
+        known = [run for run in found if not began or run.data.tags.get(_BEGAN, began) == began]
+        for run in found:
+            if run not in known[:1]:
+                api.delete_run(run.info.run_id)
+        run = known[0] if known else self._create(api, experiment, lines)
+        if began and _BEGAN not in run.data.tags:
+            api.set_tag(run.info.run_id, _BEGAN, began)
+        return run
+
+    def _take_over(self, api: Any, run: Run) -> None:
+        """Begin with a run that is new, or that another mirror has written to: ask MLflow for its steps again."""
+        self._run_id, self._told, self._steps = str(run.info.run_id), "", {}
+        study, number = str(self._request["study"]), int(self._request["trial"])
+        found = load_study(self._study_folder, study)
+        values, tags = with_launch(self._request["values"]), {_MIRROR: self._id}
+        for trial in trials_of(found):
+            if trial.number == number:  # its knobs, under the names that trials have
+                values |= trial_params(trial, record_of(found).resolved)
+                tags |= {TIER: trial.tier, _TRIAL_RUN: "".join(trial_run_ids(api, self._study_folder, study, [number]))}
+                self._draw_step(api, trial, record_of(found))
+        log_params(api, self._run_id, {key: value for key, value in values.items() if key not in run.data.params})
+        api.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items() if value])
+
+    def _draw_step(self, api: Any, trial: Trial, record: StudyRecord) -> None:
+        """Log the picture of the trial's step, once."""
+        if any(file.path in STEP_FILES for file in api.list_artifacts(self._run_id)):
+            return
+        probes = self._study_folder / "probes" / str(self._request["study"])
+        with tempfile.TemporaryDirectory() as temporary:
+            for path in write_step(trial, record, probes=probes, into=Path(temporary)):
+                api.log_artifact(self._run_id, str(path))
+
+    def _who(self) -> dict[str, str]:
+        return {STUDY: str(self._request["study"]), TRIAL: str(self._request["trial"]), KIND: "promoted"}
+
+    def _create(self, api: Any, experiment: str, lines: Sequence[Line]) -> Run:
+        known = ("proof", "proof_verdict", "confirmation")
+        tags = self._who() | {STATUS: "running"} | role_tags("full run")
+        tags |= {f"autofit.{key}": str(self._request[key]) for key in known if key in self._request}
+        name = f"promoted trial-{int(self._request['trial']):04d}"
+        start_ms = _at_ms(lines[0]) if lines else None  # of a run that is mirrored after its end
+        created: Run = api.create_run(experiment, start_time=start_ms, tags=tags, run_name=name)
+        return created
+
+    # -- steps --
+
+    def _is_new(self, api: Any, line: Line) -> bool:
+        """Whether MLflow lacks the step. It stores all metrics of a step or none."""
+        names = list(_figures(line))
+        if not names:
+            return False
+        name = "step_s" if "step_s" in names else names[0]
+        if name not in self._steps:
+            self._steps[name] = {int(metric.step) for metric in api.get_metric_history(self._run_id, _named(name))}
+        return int(str(line["step"])) not in self._steps[name]
+
+    def _log(self, api: Any, lines: Sequence[Line]) -> None:
+        for batch in _batches(lines):
+            api.log_batch(self._run_id, metrics=[metric for line in batch for metric in _metrics(line)])
+            for line in batch:
+                for steps in self._steps.values():
+                    steps.add(int(str(line["step"])))
+
+    # -- the promise, events and state --
+
+    def _tell(self, api: Any, run: Run, lines: Sequence[Line], events: Sequence[RunEvent], *, ended: bool) -> None:
+        state = RunFolder(self._folder).state(lambda: not ended)
+        rows = contract_of(self._folder) or ()
+        text = note(self._request, state, rows, events)
+        tags = {STATUS: state, "mlflow.note.content": text, PROMISE: outcome(rows), **event_tags(events)}
+        figures = contract_figures(self._request.get("promise"), rows)
+        at_step = int(str(lines[-1]["step"])) if lines else 0
+        at_ms = int(1000 * time.time())
+        metrics = [Metric(key, value, at_ms, at_step) for key, value in with_gb(figures).items()]
+        api.log_batch(self._run_id, metrics=metrics, tags=[RunTag(k, v[:5000]) for k, v in tags.items() if v])
+        if (self._folder / EVENTS).exists():
+            api.log_artifact(self._run_id, str(self._folder / EVENTS))
+        status = _RUN_STATUS[state]
+        if run.info.status != status and status == "RUNNING":
+            api.update_run(run.info.run_id, status=status)
+        elif run.info.status != status:
+            api.set_terminated(run.info.run_id, status=status, end_time=_at_ms(lines[-1]) if lines else None)
+        if state != "running":
+            write_json(self._folder / MIRRORED, mirrored_state(self._folder, ended=ended))
+
+
+def _figures(line: Line) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in line.items()
+        if key not in _NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _metrics(line: Line) -> list[Metric]:
+    return [Metric(_named(k), v, _at_ms(line), int(str(line["step"]))) for k, v in with_gb(_figures(line)).items()]
+
+
+def _at_ms(line: Line) -> int:
+    return int(1000 * float(str(line.get("time", time.time()))))
+
+
+def _named(key: str) -> str:
+    """`key` with the characters that MLflow takes in a metric's name."""
+    return re.sub(r"[^\w\-./ ]", "_", key)
+
+
+def _batches(lines: Sequence[Line]) -> Iterator[list[Line]]:
+    """Whole lines, as many as MLflow takes at once: it stores a batch whole or not at all."""
+    batch: list[Line] = []
+    size = 0
+    for line in lines:
+        count = 2 * len(line)
+        if batch and size + count > _MOST_METRICS:
+            yield batch
+            batch, size = [], 0
+        batch.append(line)
+        size += count
+    if batch:
+        yield batch
+
 
 _WINNER = "autofit.winner"
 

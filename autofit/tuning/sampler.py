@@ -54,7 +54,7 @@ class CandidateSampler(BaseSampler):
         if self.predictions is not None and target_bytes is not None:
             cannot_fit = self.predictions.floor_bytes > target_bytes
         self.target_bytes = target_bytes
-        self._cannot_fit, self._seed = cannot_fit, seed
+        self._cannot_fit = cannot_fit
         self._random = np.random.default_rng(seed)
         self._study: str | None = None
         self.wanted: int | None = None  # the candidate that is proposed next, whatever else may be worth a probe

@@ -14,8 +14,7 @@ from typing import cast
 import yaml
 
 from autofit.api.arguments import USUAL
-from autofit.api.checking import Check
-from autofit.api.estimating import Asked, estimator
+from autofit.api.estimating import Asked, Check, estimator
 from autofit.api.events import Event
 from autofit.api.reading import source_of
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault, one_line, quoted, told

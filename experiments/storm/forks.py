@@ -25,11 +25,11 @@ from unittest import mock
 from autofit.probing import kept_place, kept_server
 
 _MODULES = (
-    "autofit.cli", "autofit.api.checking", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
+    "autofit.cli", "autofit.api.estimating", "autofit.api.searching", "autofit.api.card_advice",
     "autofit.api.results", "autofit.api.promoting", "autofit.api.pipeline", "autofit.api.pipeline",
     "autofit.api.monitoring", "autofit.api.monitoring", "autofit.api.job_list", "autofit.api.verl",
     "autofit.trainers.early", "autofit.tracking.database", "autofit.tracking.study_mirror", "autofit.tracking.ui",
-    "autofit.tracking.promoted_run", "autofit.recipe.launch_findings", "autofit.cluster.nodes", "autofit.proof",
+    "autofit.recipe.findings", "autofit.cluster.nodes", "autofit.proof",
     "autofit.promotion.stages", "autofit.frontends.reading", "autofit.frontends.writing", "autofit.web.server",
     "autofit.web.simulator", "autofit.web.server", "autofit.watching.guards", "autofit.fakegpu.calibrate",
     "autofit.fakegpu.device", "rich.console", "rich.table", "rich.status", "rich._emoji_codes", "pygments",

@@ -49,7 +49,7 @@ from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.replay import replay as replayed_log
 from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import verl_recipe
-from autofit.frontends.verl_settings import Settings
+from autofit.frontends.verl import Settings
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.prepare import worst_case_path

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autofit.demo import DemoError, prepare_smollm2, smollm2
-from autofit.demo.smollm2 import recipe_text, smollm2_recipe
+from autofit.demo import smollm2
+from autofit.demo.smollm2 import DemoError, prepare_smollm2, recipe_text, smollm2_recipe
 
 GGUF_BYTES = b"GGUF" + bytes(1000)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autofit.fakegpu import FakeGpu, fake_gpu
-from autofit.fakegpu.patches.walks import EIGHT_BITS, FOUR_BITS, FOUR_BITS_NESTED, UPDATE, Product
+from autofit.fakegpu.patches.low_bit import EIGHT_BITS, FOUR_BITS, FOUR_BITS_NESTED, UPDATE, Product
 
 
 class Worked:

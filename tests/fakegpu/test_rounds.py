@@ -9,8 +9,7 @@ import pytest
 
 from autofit.fakegpu.allocator import AllocatorSettings
 from autofit.fakegpu.depth.delay import Delay
-from autofit.fakegpu.depth.expand import Mark, Run
-from autofit.fakegpu.depth.rounds import LeftOut, with_rounds, without_marks
+from autofit.fakegpu.depth.expand import LeftOut, Mark, Run, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError
 from autofit.fakegpu.replay import Unlimited, least_capacity, replay
 

@@ -1,11 +1,12 @@
-"""Patches with which other packages treat the simulated card as a real one. `registry.py` installs them."""
+"""Patches with which torch and other packages treat the simulated card as a real one. `registry.py` installs them."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,11 +20,13 @@ from torch.autograd.profiler import record_function
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from autofit.fakegpu.card import FakeGpu
+from autofit.fakegpu.depth.stack import is_own_work
 from autofit.fakegpu.fusion import Fusion, run_compiled
 from autofit.fakegpu.linear_loss import LIGER, fuse
 from autofit.fakegpu.memory import SimulatedMemory, is_pinned
 from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.redirect import Target, untouched
+from autofit.fakegpu.tracer import TRAIN, VISIT, charge_modules
 
 
 def load_in_process(loader: DataLoader[object]) -> _BaseDataLoaderIter:
@@ -48,6 +51,69 @@ _FUSED_NOTE = (
     "functions under torch.compile were run with elementwise chains fused and recomputed in backward; which kernels "
     "inductor makes of them is an approximation"
 )
+
+
+_Pair = tuple[str, torch.nn.Module]
+
+
+def walks(gpu: FakeGpu) -> Iterable[Target]:
+    """The patches of torch.nn.Module."""
+    why = "the host's time for going over a model's modules"
+    named = untouched(cast("Callable[..., Iterator[_Pair]]", torch.nn.Module.named_modules))
+    trained = untouched(cast("Callable[..., torch.nn.Module]", torch.nn.Module.train))
+    inside, before = [False], weakref.WeakSet[torch.nn.Module]()  # that have been trained
+
+    def named_modules(
+        self: torch.nn.Module, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[_Pair]:
+        found = named(self, memo, prefix, remove_duplicate)
+        return found if memo is not None or _is_free(gpu) else _counted(gpu, found)
+
+    def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+        if inside[0]:
+            return trained(self, mode)
+        # A mode that changes later does so around a rollout or an evaluation, of which it is a thousandth.
+        free = _is_free(gpu) or (self.training != mode and (not mode or self in before))
+        if mode:
+            before.add(self)
+        inside[0] = True
+        try:
+            return trained(self, mode)
+        finally:
+            inside[0] = False
+            if not free:
+                charge_modules(gpu.clock, gpu.layers, TRAIN, [module for _, module in named(self, set())])
+
+    clips = untouched(cast("Callable[..., object]", torch.nn.utils.clip_grad_norm_))
+
+    def clip(*args: object, **kwargs: object) -> object:
+        log = gpu.clock.log
+        if log is None:
+            return clips(*args, **kwargs)
+        log.of_step = True
+        try:
+            return clips(*args, **kwargs)
+        finally:
+            log.of_step = False
+
+    return [
+        (torch.nn.Module, "named_modules", named_modules, why), (torch.nn.Module, "train", train, why),
+        (torch.nn.utils, "clip_grad_norm_", clip, "what it takes the host is a step's, not a micro-batch's"),
+    ]  # fmt: skip
+
+
+def _is_free(gpu: FakeGpu) -> bool:
+    return is_own_work() or gpu.clock.asleep
+
+
+def _counted(gpu: FakeGpu, found: Iterator[_Pair]) -> Iterator[_Pair]:
+    modules = []
+    try:
+        for pair in found:
+            modules.append(pair[1])
+            yield pair
+    finally:  # a walk may end early
+        charge_modules(gpu.clock, gpu.layers, VISIT, modules)
 
 
 def unmarked() -> Iterable[Target]:

@@ -35,7 +35,6 @@ from autofit.fakegpu.patches import (
     same_calls,
     tensors,
     vllm,
-    walks,
     windows,
 )
 from autofit.fakegpu.patches.cuda_api import always, nothing
@@ -187,7 +186,7 @@ def _torch_core(gpu: FakeGpu) -> Iterable[Patch]:
         *tensors.torch_checkpoints(shadows), *operators.recurrent_layers(gpu), *cuda_api.one_card(gpu),
         *operators.other_kernels(gpu), *operators.other_ways(gpu.note), *operators.factories(),
         *distributed.collectives(gpu), *distributed.waits_for_collectives(gpu), *libraries.unmarked(),
-        *walks.walks(gpu),
+        *libraries.walks(gpu),
     ):  # fmt: skip
         yield Patch(owner, name, value, reason)
 
@@ -249,9 +248,9 @@ _LIBRARIES: dict[str, _Patches] = {
     "transformers.integrations.bitsandbytes": low_bit.transformers_quantising,
     "bitsandbytes.nn.modules": low_bit.bitsandbytes_modules,
     "bitsandbytes.functional": low_bit.bitsandbytes_functional,
-    "bitsandbytes.optim.optimizer": _both(low_bit.paged_states, walks.updates),
-    "bitsandbytes.autograd._functions": walks.gradients,
-    "bitsandbytes": walks.products,
+    "bitsandbytes.optim.optimizer": _both(low_bit.paged_states, low_bit.updates),
+    "bitsandbytes.autograd._functions": low_bit.gradients,
+    "bitsandbytes": low_bit.products,
 }
 
 
