@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +47,12 @@ class Command:
     counted_s: float
     goal_s: float
     fresh: bool = True  # with nothing cached and no server
+    times: int = 1  # that it runs in a round: one of half a second differs more between two runs
 
 
 COMMANDS = (
-    Command("check, a typo in a key", ("check", "key.yaml", *_CHECK), 2.9, 0.3),
-    Command("check, a wrong value", ("check", "value.yaml", *_CHECK), 2.9, 0.3),
+    Command("check, a typo in a key", ("check", "key.yaml", *_CHECK), 2.9, 0.3, times=5),
+    Command("check, a wrong value", ("check", "value.yaml", *_CHECK), 2.9, 0.3, times=5),
     Command("check of an 8B GRPO with LoRA, nothing cached", ("check", "recipe.yaml", *_CHECK), 5.4, 4.0),
     Command("the same check again", ("check", "recipe.yaml", *_CHECK), 2.9, 0.7, fresh=False),
     Command("README's search, nothing cached", ("search", "--target-vram", "40GB"), 34.0, 20.0),
@@ -62,15 +64,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.acceptance.older", description=__doc__)
     parser.add_argument("--older", default=OLDER, help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--short", action="store_true", help="only the commands of half a second; the others stay")
     options = parser.parse_args()
     commits = {"older": options.older, "today": _git("rev-parse", "--short=8", "HEAD").strip()}
-    found: dict[str, dict[str, list[float]]] = {one.name: {"older": [], "today": []} for one in COMMANDS}
+    commands = [one for one in COMMANDS if one.times > 1 or not options.short]
+    found = dict(json.loads(OUT.read_text(encoding="utf-8"))["seconds"]) if options.short else {}
+    found |= {one.name: {"older": [], "today": []} for one in commands}
     with tempfile.TemporaryDirectory() as folder:
         for which, commit in commits.items():
             unpack(commit, Path(folder) / which)
         for _ in range(options.rounds):
             for which in commits:
-                for name, seconds in timed(Path(folder) / which):
+                for name, seconds in timed(Path(folder) / which, commands):
                     found[name][which].append(round(seconds, 2))
                     print(f"{which:5}  {name}: {seconds:.2f} s", flush=True)
             OUT.write_text(json.dumps({"commits": commits, "seconds": found}, indent=1) + "\n", encoding="utf-8")
@@ -87,12 +92,12 @@ def unpack(commit: str, folder: Path) -> None:
         (folder / part).rename(folder / "autofit" / part)
 
 
-def timed(code: Path) -> list[tuple[str, float]]:
-    """(name, seconds to the verdict or the end) of each command by the package in `code`."""
+def timed(code: Path, commands: Sequence[Command]) -> list[tuple[str, float]]:
+    """(name, seconds to the verdict or the end) of each run of the commands by the package in `code`."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(code), "AUTOFIT_CACHE": f"{folder}/cache", "TMPDIR": folder}
-        for place, command in enumerate(COMMANDS):
+        for place, command in enumerate(command for one in commands for command in [one] * one.times):
             if command.fresh:
                 _stop(environment)
                 environment["AUTOFIT_CACHE"] = f"{folder}/cache{place}"
