@@ -9,6 +9,8 @@ a cache of its own, and with no kept server but where its row says "again".
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+
+from experiments.peers.__main__ import commit
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -66,26 +70,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--short", action="store_true", help="only the commands of half a second; the others stay")
     options = parser.parse_args()
-    commits = {"older": options.older, "today": _git("rev-parse", "--short=8", "HEAD").strip()}
+    commits = {"older": options.older, "today": commit()}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
     commands = [one for one in COMMANDS if one.times > 1 or not options.short]
     found = dict(json.loads(OUT.read_text(encoding="utf-8"))["seconds"]) if options.short else {}
     found |= {one.name: {"older": [], "today": []} for one in commands}
     with tempfile.TemporaryDirectory() as folder:
-        for which, commit in commits.items():
-            unpack(commit, Path(folder) / which)
+        for which, of in commits.items():
+            unpack(of, Path(folder) / which)
         for _ in range(options.rounds):
             for which in commits:
                 for name, seconds in timed(Path(folder) / which, commands):
                     found[name][which].append(round(seconds, 2))
                     print(f"{which:5}  {name}: {seconds:.2f} s", flush=True)
-            OUT.write_text(json.dumps({"commits": commits, "seconds": found}, indent=1) + "\n", encoding="utf-8")
+            told = {
+                "commits": commits, "date": datetime.date.today().isoformat(), "versions": versions,
+                "cores": os.cpu_count(), "seconds": found,
+            }  # fmt: skip
+            OUT.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def unpack(commit: str, folder: Path) -> None:
-    """The package of `commit` in `folder`, laid out as it is installed."""
+def unpack(of: str, folder: Path) -> None:
+    """The package of the commit `of` in `folder`, laid out as it is installed."""
     folder.mkdir()
     packed = subprocess.run(
-        ("git", "archive", commit, "autofit", "trainers", "search_spaces"), cwd=ROOT, capture_output=True, check=True
+        ("git", "archive", of, "autofit", "trainers", "search_spaces"), cwd=ROOT, capture_output=True, check=True
     )
     subprocess.run(("tar", "-x"), cwd=folder, input=packed.stdout, check=True)
     for part in ("trainers", "search_spaces"):
@@ -143,10 +152,6 @@ def _stop(environment: dict[str, str]) -> None:
     """End a kept server; the older commit may have no such command."""
     words = (sys.executable, "-c", _MAIN, "server", "stop")
     subprocess.run(words, env=environment, capture_output=True, check=False)
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
