@@ -264,9 +264,11 @@ def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) 
 
 def _may_gain(levers: Levers, at: Assignment, base: ProbeResult) -> bool:
     """False where all that these settings may shorten takes less of a step than the least gain."""
-    phases = {phase for name in at for phase in levers.traits(name).shortens or ("any",)}
-    known = base.median_step_s is not None and phases <= base.phase_s.keys()
-    return not known or sum(base.phase_s[phase] for phase in phases) >= LEAST_GAIN * (base.median_step_s or 0.0)
+    shortens = [levers.traits(name).shortens for name in at]
+    if base.median_step_s is None or not all(phases and base.phase_s.keys() >= set(phases) for phases in shortens):
+        return True  # it is not known what they shorten, or what that takes
+    taken = {phase for phases in shortens for phase in phases or ()}
+    return sum(base.phase_s[phase] for phase in taken) >= LEAST_GAIN * base.median_step_s
 
 
 def _others(levers: Levers) -> list[Assignment]:

@@ -438,7 +438,8 @@ class Structure:
         return min([usual, *others], key=self._coincides)
 
     def _is_within(self, micro: int) -> bool:
-        return self.large or self.tile_tokens is None or micro * self._sample_tokens <= self.tile_tokens
+        """Whether so many samples have no more tokens than one tile of the loss."""
+        return self.tile_tokens is None or micro * self._sample_tokens <= self.tile_tokens
 
     def _coincides(self, micro: int) -> bool:
         """Whether so many samples have as many tokens in a product as a weight has rows or columns."""
