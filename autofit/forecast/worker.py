@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -110,6 +110,7 @@ class Recording:
     worst_case: WorstCase
     tile_tokens: int | None  # tokens of a micro-batch that the loss processes at once
     evaluated_group: int = 1  # completions of one prompt in an evaluation
+    sizes: Set[int] = frozenset()  # of the model's weights
     operations: Known = field(default_factory=dict)  # outputs of operations, which the traces share
     costs: KnownCosts = field(default_factory=dict)  # of operations
 
@@ -124,11 +125,16 @@ class Recording:
             return Trace.of(gpu, kept, self._in_whole_tiles(marks.log.kinds(marks.repeats), point))
 
     def _in_whole_tiles(self, kernels: KernelKinds, point: Point) -> KernelKinds:
-        """The kernels with the last tile of the loss, with or without first tokens, as a part of a whole one."""
+        """The kernels with the last tile of the loss as a part of a whole one.
+
+        A sample counts with or without its first token, and the padded one has a token less. A size that weights have
+        is not taken for rows.
+        """
         if self.tile_tokens is None:
             return kernels
-        tokens = point.completion or int(self.worst_case.facts["longest_tokens"])
-        for rest in {point.micro_batch * each % self.tile_tokens for each in (tokens, tokens - 1)} - {0}:
+        longest = point.completion or int(self.worst_case.facts["longest_tokens"])
+        rows = {point.micro_batch * each - less for each in (longest, longest - 1) for less in (0, 1)}
+        for rest in {each % self.tile_tokens for each in rows} - {0} - self.sizes:
             kernels = kernels.in_whole_tiles(self.tile_tokens, rest)
         return kernels
 
@@ -351,7 +357,7 @@ class Structure:
         return Recording(
             trainer=load(self.trainer), layers=self._config.num_hidden_layers, keys=self.keys, values=self.values,
             device=self.device, worst_case=WorstCase(path=Path(self.worst_case), padded=self.padded),
-            tile_tokens=self.tile_tokens, evaluated_group=self.evaluated_group,
+            tile_tokens=self.tile_tokens, evaluated_group=self.evaluated_group, sizes=self._taken,
         )  # fmt: skip
 
     @cached_property
@@ -430,16 +436,13 @@ class Structure:
     def _wider(self, micro: int) -> int:
         if self._generates:
             return micro + 4
-        if self.large and self.tile_tokens is not None:  # a tile of the loss more, so that the last one stays as it is
-            tile = max(1, round(self.tile_tokens / self._sample_tokens))
-            return min(micro + tile, micro + 2 * tile, key=self._coincides)
         usual = micro + (2 if micro > 2 and self._is_within(micro + 2) else 1)
         others = (more for more in range(micro + 1, micro + 4) if self._is_within(more))
         return min([usual, *others], key=self._coincides)
 
     def _is_within(self, micro: int) -> bool:
-        """Whether so many samples have no more tokens than one tile of the loss."""
-        return self.tile_tokens is None or micro * self._sample_tokens <= self.tile_tokens
+        """True if so many samples are, as all of this structure, above a tile of the loss, or not."""
+        return self.tile_tokens is None or (micro * self._sample_tokens > self.tile_tokens) == self.large
 
     def _coincides(self, micro: int) -> bool:
         """Whether so many samples have as many tokens in a product as a weight has rows or columns."""

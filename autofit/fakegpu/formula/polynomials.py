@@ -111,9 +111,14 @@ class Symbols:
         step = value - self.base[at]
         other = None if instead_of is None else self.variables.index(instead_of)
         self.parts = self.parts if other is None else self.base[at] / self.base[other]
-        pairs = _pairs(base, varied, value / self.base[at] if self.base[at] else 1.0)
+        pairs = list(_pairs(base, varied))
         changes = {
-            (old, new) for kind, match in pairs if match is not None for old, new in _dims(kind, match) if old != new
+            (old, new)
+            for kind, match in pairs
+            if match is not None
+            for before, after in zip(kind.shapes, match.shapes, strict=True)
+            for old, new in zip(before, after, strict=True)
+            if old != new
         }
         found = {change: self._factor(change, changes, at, step) for change in changes}
         for kind, match in pairs:
@@ -193,50 +198,24 @@ def _follow(factors: tuple[Factor, ...], new: Factor, instead_of: int | None) ->
     return (*(f for f in factors if f.variable != instead_of), new)
 
 
-def _pairs(base: Mapping[Kind, float], varied: Mapping[Kind, float], times: float) -> list[tuple[Kind, Kind | None]]:
-    """Each kind at the base point with its counterpart: the same origin and the same position among its kinds.
-
-    Where there are more or fewer of them (the last tile of a loss may be like the others), each with the one whose
-    dimensions are its own, or grew as those of others did, or as the variable, which is so many `times` as large.
-    """
+def _pairs(base: Mapping[Kind, float], varied: Mapping[Kind, float]) -> Iterable[tuple[Kind, Kind | None]]:
+    """Each kind at the base point with its counterpart: the same origin and the same position among its kinds."""
     theirs: dict[tuple[Hashable, tuple[int, ...]], list[Kind]] = {}
     for kind in varied:
         theirs.setdefault(_signature(kind), []).append(kind)
     ours: dict[tuple[Hashable, tuple[int, ...]], list[Kind]] = {}
     for kind in base:
         ours.setdefault(_signature(kind), []).append(kind)
-    found: list[tuple[Kind, Kind | None]] = []
-    doubtful: list[tuple[list[Kind], list[Kind]]] = []
     for signature, mine in ours.items():
-        others = theirs.get(signature, [])
-        if len(others) == len(mine):
-            found += zip(mine, others, strict=True)
-            continue
-        same = set(mine) & set(others)
-        found += ((kind, kind) for kind in mine if kind in same)
-        left, rest = ([kind for kind in kinds if kind not in same] for kinds in (mine, others))
-        if len(left) == len(rest):
-            found += zip(left, rest, strict=True)
+        found = theirs.get(signature, [])
+        if len(found) != len(mine):
+            same = set(found)
+            left = [k for k in mine if k not in same]
+            rest = [k for k in found if k not in set(mine)]
+            yield from ((k, k) for k in mine if k in same)
+            yield from zip(left, rest if len(rest) == len(left) else [None] * len(left), strict=True)
         else:
-            doubtful.append((left, rest))
-    changes = {pair for kind, match in found if match is not None for pair in _dims(kind, match)}
-
-    def is_known(dims: tuple[int, int]) -> bool:
-        return dims[0] == dims[1] or dims in changes or abs(dims[0] * times - dims[1]) < 1e-6
-
-    for left, rest in doubtful:
-        for kind in left:
-            match = next((one for one in rest if all(map(is_known, _dims(kind, one)))), None)
-            if match is not None:
-                rest.remove(match)
-            found.append((kind, match))
-    return found
-
-
-def _dims(kind: Kind, match: Kind) -> list[tuple[int, int]]:
-    """The dimensions of two kinds with one signature, in pairs."""
-    shapes = zip(kind.shapes, match.shapes, strict=True)
-    return [pair for before, after in shapes for pair in zip(before, after, strict=True)]
+            yield from zip(mine, found, strict=True)
 
 
 def _signature(kind: Kind) -> tuple[Hashable, tuple[int, ...]]:
