@@ -367,7 +367,7 @@ def _cumulated(spec: GpuSpec, self: torch.Tensor, dim: int, *, dtype: torch.dtyp
 # ---------------------------------------------------------------------- masks and indices
 def nonzero_before(spec: GpuSpec, count: int) -> Held:
     """What `nonzero` of `count` elements holds before its result is there (Nonzero.cu): their number, and its sum."""
-    return 4, reduce_bytes(count, processors=spec.sm_count)
+    return 4, Stepwise(reduce_bytes(count, processors=spec.sm_count))
 
 
 def nonzero_beside(count: int) -> Held:

@@ -459,10 +459,20 @@ class Structure:
         if self._generates:  # the length is 1 above a multiple of 128, which tells apart to what it is rounded up
             micro = 62 if self.large else 10
             completion = 67 + (62 - self._prompt_tokens) % 128
-        rank = 7 if self.varies_rank else None
+        rank = self._ranks[0] if self.varies_rank else None
         several = self._accumulation
         chunk = 2 * several if self.reused else 1
         return Point(micro_batch=micro, completion=completion, rank=rank, accumulation=several, chunk=chunk)
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """Two ranks that are hardly the size of anything else, near the recipe's.
+
+        Optimizers hold the states of small matrices otherwise: bitsandbytes pages those of 10^5 elements or more.
+        """
+        own = self.hold_out["r"]
+        primes = [n for n in range(7, max(own, 11) + 1) if all(n % d for d in range(2, n))]
+        return primes[-2], primes[-1]
 
     @property
     def _accumulation(self) -> int:
@@ -513,7 +523,8 @@ class Structure:
         varied: list[tuple[str, float, Point, str | None]] = [("B", wider, replace(base, micro_batch=wider), None)]
         if base.rank is not None:
             at["r"] = base.rank
-            varied.append(("r", 11, replace(base, rank=11), None))
+            rank = self._ranks[1]
+            varied.append(("r", rank, replace(base, rank=rank), None))
         if self._generates:
             at |= {"G": base.generated, "C": base.completion}
             longer = base.completion + 181  # more than 128, and no multiple of 8
