@@ -1,4 +1,4 @@
-"""What serves: `autofit web`, a page on 127.0.0.1; `autofit server`, the kept server of imported libraries."""
+"""Commands that serve: `autofit web`, a page on 127.0.0.1; `autofit server`, the kept server of imported libraries."""
 
 import argparse
 import ipaddress

@@ -58,7 +58,7 @@ _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 class ServerGone(EnvironmentFault):
-    """No server accepted the call, so no part of it has run."""
+    """Every server refused the call, so all of it is still to be run."""
 
 
 class ForkServer:
@@ -109,7 +109,7 @@ class ForkServer:
         return self._process is not None and self._process.poll() is None
 
     def is_ready(self) -> bool:
-        """Whether the server has started; waits until it has, or has failed to."""
+        """True if the server has started; waits until it has, or has failed to."""
         while self._kept is not None or self._lives():
             if Path(self.socket_path).exists():
                 return True
@@ -138,7 +138,7 @@ class ForkServer:
             self._home.close()
 
     def _wait_for_its_move(self) -> None:
-        """Wait until the server that stays is where the next command looks, if that takes no longer than usual.
+        """Wait until the staying server is at the place where the next command looks, for at most the usual time.
 
         It deletes its first folder then: hundredths of a second, and a command that is given meanwhile would start one.
         """
@@ -319,7 +319,7 @@ def _leave_out_scipy() -> None:
 
 @contextlib.contextmanager
 def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
-    """Context in which torch counts cards and tells their capability by NVML, which starts no CUDA.
+    """Context in which torch counts cards and reads their capability by NVML, which leaves CUDA unstarted.
 
     bitsandbytes, which peft imports, asks whether there is a card, and every card for its capability to choose its
     library. MIG slices are counted by CUDA even where torch asks NVML for the number of cards
@@ -347,7 +347,7 @@ def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
 
 
 def _cuda_started(cuda: Any) -> bool:
-    """Whether anyone started CUDA in this process: before cuInit the driver answers no question."""
+    """True if CUDA was started in this process: before cuInit the driver rejects every question."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -390,7 +390,7 @@ def _keep_call(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def _left(connection: socket.socket, message: Mapping[str, object]) -> bool:
-    """Whether the caller closed the connection or created the `cancel` file."""
+    """True if the caller closed the connection or created the `cancel` file."""
     if "cancel" in message and os.path.exists(str(message["cancel"])):
         return True
     ready, _, _ = select.select([connection], [], [], 0)
@@ -418,7 +418,7 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
 
 
 def as_inside() -> None:
-    """From here on this process, and those that it starts, import the recipe's own code: autofit may not be called."""
+    """Mark that this process, and those that it starts, import the recipe's own code, which may not call autofit."""
     os.environ[_INSIDE] = "1"
 
 
