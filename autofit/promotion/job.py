@@ -277,7 +277,7 @@ def _killed_oom(request: Mapping[str, object], folder: Path, ending: ProcessEndi
 
 
 def _proven(ladder: RescueLadder, rung: RescueStep, folder: Path, cwd: str) -> str | None:
-    """Result of the gradient proof of a rung that claims to be neutral; None if it fails, or is impossible."""
+    """Support for a rung, in words: its gradient proof, or its allowed lower tier; None if the proof fails."""
     if rung.tier != "neutral":
         return f"{rung.tier}, as allowed"
     recipe = ladder.running(taken(folder))

@@ -189,7 +189,7 @@ def _width(column: str) -> int:
 def _state(
     *, columns: Sequence[str], where: str, sort: str, charts: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The state of MLflow's runs page, each field of it: older versions fill in no defaults."""
+    """The state of MLflow's runs page with every field, as older versions lack defaults."""
     own = {"compareRunCharts": list(charts), "compareRunSections": _sections()} if charts else {}
     return {
         "searchFilter": where, "orderByKey": sort, "orderByAsc": True, "startTime": "ALL", "lifecycleFilter": "Active",
