@@ -249,9 +249,9 @@ Saved = list[dict[str, torch.Tensor]]
 
 
 def train_ranks(train: Callable[[], Saved], launch: Launch, folder: Path) -> Saved:
-    """What `train` returns on rank 0 of `launch`, each rank a forked process; the first failure ends all ranks.
+    """Result of `train` on rank 0 of `launch`, each rank a forked process; the first failure ends all ranks.
 
-    Raises ConfigError where a rank raised one, and EnvironmentFault for any other end.
+    Raises ConfigError if a rank raised one, and EnvironmentFault for any other end.
     """
     folder.mkdir(parents=True)
     gc.freeze()  # TRL collects garbage in every training; what is imported is left out

@@ -47,7 +47,7 @@ _FILES = ("deepspeed", "fsdp_config", "accelerator_config", "config_file", "acce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """A recipe that reaches no code, file or address, and what was left out or replaced, a sentence each."""
+    """A recipe cut off from code, files and addresses, and the parts left out or replaced, a sentence each."""
 
     values: dict[str, object]
     notes: tuple[str, ...]
@@ -290,7 +290,7 @@ def _is_config(text: str) -> bool:
 
 
 def write_config(text: str, folder: Path) -> tuple[str, tuple[str, ...]]:
-    """(folder with the config.json in `text`, notes of what was left out). Raises ConfigError for what is no config."""
+    """(folder with the config.json in `text`, notes on the parts left out). Raises ConfigError for any other text."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
