@@ -40,7 +40,7 @@ def fake_gpu(
     record_places: bool = True, follow_layers: bool = False, kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
     expert_imbalance: float = 1.0,
 ) -> Iterator[FakeGpu]:  # fmt: skip
-    """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
+    """Run the block as if on that GPU. Tensors take no real memory, and torch is restored when the block ends.
 
     `mode="auto"` makes fake CUDA tensors if this torch build supports them, else fake CPU tensors; see `gpu.mode`.
     `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
@@ -123,7 +123,7 @@ def _start(gpu: FakeGpu, undo: Undo) -> None:
 
 
 def _kernel_loading() -> tuple[Literal["lazy", "eager"], str]:
-    """How CUDA loads kernels, and a note where that is assumed.
+    """Way in which CUDA loads kernels, and a note if it is assumed.
 
     transformers 4.46 came out with torch 2.5, whose wheels have CUDA 12.4. Programs beside an older one were mostly run
     with CUDA 12.1, which loads eagerly if a program asks for cards before torch starts CUDA: the worst case counts.
@@ -244,7 +244,7 @@ def _self_test() -> str:
 
 
 def _attention_drift(gpu: FakeGpu) -> Iterator[str]:
-    """A note for each known number of bytes that attention, plain and under checkpointing, does not keep here."""
+    """A note for each case in which attention, plain or checkpointed, keeps other bytes here than the known ones."""
     batch, heads, length, dim = 2, 4, 512, 64
 
     def layer(x: torch.Tensor) -> torch.Tensor:

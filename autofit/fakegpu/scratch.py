@@ -40,7 +40,7 @@ class Rounded(NamedTuple):
 
 
 class Stepwise(int):
-    """Bytes that change with shapes in leaps, as a number of blocks does: no formula of the shapes has them."""
+    """Bytes that change with shapes in leaps, as a number of blocks does, beyond any formula of the shapes."""
 
 
 Buffer = int | tuple[Rounded, ...]  # its bytes; the parts say how they follow from shapes
@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
 def scratch_of(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
 ) -> tuple[Held, ...]:
-    """What an operation allocates and frees internally, in addition to its outputs, one after the other."""
+    """Bytes that an operation allocates and frees internally, in addition to its outputs, one after the other."""
     scratch = SCRATCH.get(func._schema.name)
     if scratch is None or func._overloadname not in scratch.overloads or not (scratch.on_cpu or device == "cuda"):
         return ()
@@ -79,12 +79,12 @@ def _whole(shape: Sequence[int], itemsize: int) -> Buffer:
 
 
 def _copy_with_gaps(tensor: torch.Tensor) -> Held:
-    """The copy of a tensor that has to be contiguous; none of one that is."""
+    """The copy of a tensor that has to be contiguous, unless it is."""
     return () if tensor.is_contiguous() else (_whole(tensor.shape, tensor.element_size()),)
 
 
 class _View(NamedTuple):
-    """What a tensor is, without a tensor."""
+    """Shape and layout of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -104,7 +104,7 @@ class _View(NamedTuple):
         return cls(tuple(shape), tuple(strides), dtype, 0)
 
     def cast(self, dtype: torch.dtype) -> _View:
-        """A copy in another type, with the same strides if they leave no gaps."""
+        """A copy in another type, with the same strides if they are dense."""
         if is_dense(self.shape, self.strides):
             return self._replace(dtype=dtype, offset=0)
         return _View.new(self.shape, dtype)
@@ -115,7 +115,7 @@ class _View(NamedTuple):
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements follow each other in memory, in some order of the dimensions."""
+    """True if the elements follow each other in memory, in some order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
@@ -366,12 +366,12 @@ def _cumulated(spec: GpuSpec, self: torch.Tensor, dim: int, *, dtype: torch.dtyp
 
 # ---------------------------------------------------------------------- masks and indices
 def nonzero_before(spec: GpuSpec, count: int) -> Held:
-    """What `nonzero` of `count` elements holds before its result is there (Nonzero.cu): their number, and its sum."""
+    """Bytes that `nonzero` of `count` elements holds before its result (Nonzero.cu): their number, and its sum."""
     return 4, reduce_bytes(count, processors=spec.sm_count)
 
 
 def nonzero_beside(count: int) -> Held:
-    """What `nonzero` holds beside its result: the number, and CUB's selection."""
+    """Bytes that `nonzero` holds beside its result: the number, and CUB's selection."""
     return 4, select_bytes(count)
 
 
@@ -390,7 +390,7 @@ def _index_put(
     spec: GpuSpec, self: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor,
     accumulate: bool = False, *_: object, **__: object,
 ) -> Held:  # fmt: skip
-    """index_put_with_sort_kernel in Indexing.cu sorts what is accumulated; a mask's rows are gone by then."""
+    """index_put_with_sort_kernel in Indexing.cu sorts accumulated values; a mask's rows are gone by then."""
     given = [index for index in indices if index is not None]
     masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
     true = _true_in(masks[0], self, values) if masks and len(given) == 1 and masks[0] is indices[0] else None
@@ -412,7 +412,7 @@ def _index_put(
 
 
 def _true_in(mask: torch.Tensor, self: torch.Tensor, values: torch.Tensor) -> int | None:
-    """How many elements of a mask over the first dimensions are true, where `values` has a row for each; else None."""
+    """Number of true elements of a mask over the first dimensions, if `values` has a row for each."""
     has_rows = values.dim() == 1 + self.dim() - mask.dim() and values.shape[0] > 1
     return values.shape[0] if has_rows else None
 
