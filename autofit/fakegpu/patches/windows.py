@@ -103,7 +103,7 @@ def vision_towers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 @dataclass(slots=True)
 class _Recording:
-    """An operator on one window: what it took and gave back in order, what it cost, and its outputs that stay.
+    """An operator on one window: its allocations and frees in order, its cost, and its outputs that stay.
 
     An output is a tensor of the same size, and its allocation; None where it is not on the card.
     """
@@ -140,7 +140,7 @@ class _Loop:
 
     # ------------------------------------------------------------------ when
     def takes(self, tensor: torch.Tensor, lengths: list[int], dim: int) -> bool:
-        """Whether the pieces of `lengths` are attended together; the same for queries, keys and values."""
+        """True if the pieces of `lengths` are attended together; the same for queries, keys and values."""
         if self.lengths:
             return lengths == self.lengths and bool(self._kernel)
         self.lengths = lengths
@@ -289,7 +289,7 @@ class _Loop:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context whose operations are not on the card."""
+        """Context whose operations are off the card."""
         before, self._gpu.tracer.paused = self._gpu.tracer.paused, True
         try:
             yield
@@ -322,7 +322,7 @@ class _Loop:
 
 
 def _twin(value: object) -> object:
-    """Arguments or outputs of an operation with other tensors of the same shapes, so that none of it is kept."""
+    """Arguments or outputs of an operation with other tensors of the same shapes, so that the given ones can go."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if isinstance(value, (list, tuple)):
@@ -331,7 +331,7 @@ def _twin(value: object) -> object:
 
 
 def _saved_tensor_hooks() -> str:
-    """The class of the innermost hooks on what autograd saves; "" without any."""
+    """The class of the innermost hooks on tensors that autograd saves; "" if there are none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return "" if hooks is None else str(hooks[0].__qualname__).split(".", maxsplit=1)[0]
 
@@ -350,7 +350,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Windows(torch.autograd.Function):
-    """Attention (1, heads, tokens, dim) within each window, without values."""
+    """Attention (1, heads, tokens, dim) within each window, of shapes alone."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, loop: _Loop) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _most(system: str) -> int:
 
 @dataclass(slots=True)
 class CollectiveSeconds:
-    """Seconds of collectives over cards of `spec`, of which a machine has at most `per_machine`.
+    """Seconds of collectives over cards of `spec`, at most `per_machine` of them in a machine.
 
     All network adapters of a machine have `network_gbit` Gbit/s together; 0: one a card, of the spec's.
     """
@@ -101,7 +101,7 @@ class CollectiveSeconds:
         return 1.0 - (_BLOCKS_BY_NVLINK if by_nvlink else _BLOCKS_BY_PCIE) / self.spec.sm_count
 
     def is_measured(self, ranks: int) -> bool:
-        """Whether a table has the collectives over so many cards."""
+        """True if a table has the collectives over `ranks` cards."""
         system = TABLES.get(self.spec.name)
         return system is not None and ranks <= min(self.per_machine, _most(system))
 
@@ -142,7 +142,7 @@ class CollectiveSeconds:
         return self.per_machine * self.spec.network_bytes_per_s
 
     def notes(self, ranks: int) -> list[str]:
-        """What is not measured of the seconds of collectives over `ranks` cards."""
+        """Notes on the unmeasured part of the seconds of collectives over `ranks` cards."""
         spec = self.spec
         if self.is_measured(ranks):
             slow = "; other machines of such cards can be several times as fast" if spec.name == "l40s" else ""
