@@ -106,7 +106,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    with contextlib.suppress(OSError):  # that is told where the file is written
+    with contextlib.suppress(OSError):  # the write of the file reports it
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             raise EnvironmentFault(

@@ -233,7 +233,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         if asked.lengths not in (None, OFF):
             read_lengths(asked.lengths)
         asked_bytes = size("target-vram", asked.target_vram)
-        choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
+        choose_device_and_target("sim", asked.gpu, asked_bytes)  # reports a wrong one before the recipe is asked for
         deadline_s = seconds("deadline", asked.deadline) or 0
         own, device, capacity, needs = suited(
             changed(source_of(asked.recipe, launch=asked.launch), asked.changes),
@@ -319,7 +319,7 @@ def with_advice(
 
 def tell_left_out(recipe: Recipe, device: Device, tell: OnEvent) -> None:
     """Report the knobs left as they are, and why."""
-    with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
+    with contextlib.suppress(ConfigError):  # a recipe with no free knob has an estimate too
         left_out = Space.of(recipe, space_knobs(recipe), allow="recipe", device=device).left_out
         if left_out:
             tell(Event(label="left out", text=describe_left_out(left_out)))
@@ -378,7 +378,7 @@ def estimate(
         deadline=deadline, launch=launch, as_of=as_of, lengths=lengths, libraries=other,
     )  # fmt: skip
     with estimator(asked, tell) as made:
-        for_libraries = asked.of_libraries(made)  # first: what they do not take is said at once
+        for_libraries = asked.of_libraries(made)  # first: reports at once what they reject
         result = made.estimate()
         for note in result.notes:
             tell(Event(label="note", text=note))

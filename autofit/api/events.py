@@ -25,10 +25,10 @@ class TrialResult:
     completions_per_s: float | None  # samples, for a trainer that does not generate
     speedup: float | None  # its completions per second over the baseline's; in turns with it if it was a finalist
     confirmed: bool | None  # True if it held in the longer probe; None if it had none
-    at_least: bool = False  # its bytes are what it held when memory ran out
+    at_least: bool = False  # its bytes are those held when memory ran out
     reason: str = ""  # of an oom, a failure or a loss
     needs: tuple[str, ...] = ()  # packages without which it does not run; a simulated probe does without them
-    margin_bytes: int | None = None  # what it leaves free under the limit (target less headroom); None without a fit
+    margin_bytes: int | None = None  # free bytes under the limit (target less headroom); None unless it fits
     first_step_s: float | None = None  # of its first probe, if that was doubted and repeated
 
     @classmethod
@@ -68,7 +68,7 @@ class TrialResult:
         figures += [self.reason] if self.reason else []
         return f"trial {self.number} [{self.tier}] {changes}: {', '.join(figures)}"
 
-    __repr__ = __str__  # what a Python prompt shows
+    __repr__ = __str__  # the text at a Python prompt
 
     def to_dict(self) -> dict[str, object]:
         """The trial as `--json` has it; unmeasured figures are None."""
@@ -117,8 +117,8 @@ class Event:
     label: str = ""  # of the text: model, device, effective batch, predicted, ...
     trial: TrialResult | None = None  # a trial that has just ended
     interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
-    read: bool = False  # the recipe has been read: what is said of it follows
-    trying: bool = False  # a change that is tried, or what came of it: the result says again what is worth it
+    read: bool = False  # the recipe has been read: messages on it follow
+    trying: bool = False  # a tried change, or its outcome: the result repeats the useful ones
     verdict: bool = False  # the promise against the whole run, which the result says as well
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Progress:
             best += "" if self.best.speedup is None else f", {self.best.speedup:.2f}x"
             best += "" if self.best.margin_bytes is None else f", {format_bytes(self.best.margin_bytes)} free"
         left = "" if self.left_s is None else f", about {format_seconds(self.left_s)} left"
-        now = ", ".join(one.partition(":")[0] for one in self.probing) or "..."  # their changes are said when they end
+        now = ", ".join(one.partition(":")[0] for one in self.probing) or "..."  # their changes are shown when they end
         return f"{self.done} done, probing {now} | best {best} | {format_seconds(self.elapsed_s)}{left}"
 
 

@@ -166,7 +166,7 @@ def outside(
         if any(t.status is not ProbeStatus.OOM for t in trials):
             return None
         mends = estimator.mends(estimator.probe(estimator.recipe.values), tell=tell).changes
-        tried = [dict(t.changes) for t in trials]  # on a real card they ran out of memory, whatever is predicted
+        tried = [dict(t.changes) for t in trials]  # on a real card they ran out of memory, against the prediction
         return _kept(None, allow, [Outside.of(change, None) for change in mends if dict(change.changes) not in tried])
     if allow == TIERS[-1]:
         return None

@@ -31,7 +31,7 @@ from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
 from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage
 
-# The arguments of a search that a pipeline may set, with what they are where it does not.
+# The arguments of a search that a pipeline may set, with their defaults.
 _DEFAULTS: dict[str, Any] = {
     name: argument.default for name, argument in signature(search).parameters.items()
     if name in Request.__slots__ and name not in ("recipe", "name", "trainer", "folder", "executor")
@@ -165,7 +165,7 @@ class _Check:
     def __init__(self, about: Knowledge, tell: OnEvent) -> None:
         self._about, self._tell = about, tell
         self._models: dict[str, object] = {}
-        self._wrong: dict[str, list[str]] = {}  # {what is wrong: the stages}
+        self._wrong: dict[str, list[str]] = {}  # {error: the stages}
 
     def look_at(self, stages: list[Stage]) -> None:
         """Raise one ConfigError for all that is wrong with `stages`."""
@@ -215,7 +215,7 @@ class StageResult:
     name: str
     trainer: str
     status: Status
-    what: str  # what happened, or what a run would do
+    what: str  # outcome, or plan of a run
     study: str | None = None
     trial: int | None = None
     final: Mapping[str, object] | None = None  # of its training: steps, losses, rewards, output_dir

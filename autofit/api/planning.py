@@ -102,7 +102,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     budget_s = seconds("time-budget", asked.time_budget)
     deadline_s = seconds("deadline", asked.deadline) or 0
     node = _node_cards(asked, on_event)
-    device, target = _device_and_target(asked, node)  # a wrong one is said at once
+    device, target = _device_and_target(asked, node)  # reports a wrong one at once
     check_prompt_tokens(asked.prompt_tokens, device)
     _headroom(asked.headroom, device, target)
     if device == "cuda" and node is None:
@@ -113,7 +113,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     )  # fmt: skip
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
-        read_space(asked.space, trainer=None)  # a wrong one is said at once
+        read_space(asked.space, trainer=None)  # reports a wrong one at once
     one = f"{own.source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     claim(scratch)

@@ -118,7 +118,7 @@ def _clock(seconds: float) -> str:
 
 
 _ENDED_SHOWN = 3  # of the runs that ended, the last
-_REST = 10.0  # a long run is read anew after so many times the time that reading it took
+_REST = 10.0  # a long run is read anew after this multiple of its reading time
 _TAIL_BYTES = 2**16  # of the logged steps, about a hundred lines
 
 

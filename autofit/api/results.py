@@ -57,12 +57,12 @@ class SearchResult(Shown):
     stop: Stop | None = None  # why the search ended; None in a report
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
-    tight: str = ""  # what a predicted winner may take where that is more than the target, in sentences
+    tight: str = ""  # possible need of a predicted winner, if it exceeds the target, in sentences
     rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
-    relaxed: str = ""  # what a lower of the allowed tiers offers, where it is clearly faster
+    relaxed: str = ""  # gain of a lower of the allowed tiers, if it is clearly faster
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
     allow: Tier = "neutral"  # the lowest tier that the search was allowed
-    outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would
+    outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner, or else changes that would fit
     trainer: str = ""
     card: str | None = None  # the kind of card of a search on a cluster
     predicted: Cloud | None = None  # of all candidates, thinned; None if nothing was predicted

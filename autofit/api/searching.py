@@ -166,7 +166,7 @@ def search(
             if database.url is not None:
                 open_storage(
                     asked.folder, create=True
-                ).engine.dispose()  # a server that is away, or only reads, is told at once
+                ).engine.dispose()  # reports at once a server that is away, or only reads
             server = fork_server(asked.folder)
             try:
                 run = _Run(asked, server, on_event or silent, on_progress, on_result, on_advice)

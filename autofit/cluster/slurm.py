@@ -23,7 +23,7 @@ title = "Slurm"
 SQUEUE_EVERY_S = 5.0  # least time between two calls, however many jobs there are
 _CALL_S = 60.0  # longest wait for an answer of slurmctld
 _UNSEEN = 3  # answers without a job that was seen, or submitted, before: then it has ended
-_DAY_S = 24 * 3600.0  # time limit of a job where none is given, unless the partition allows less
+_DAY_S = 24 * 3600.0  # default time limit of a job, unless the partition allows less
 # What slurmstepd prints where it ends a step for its memory: by its own count (JobAcctGatherParams=OverMemoryKill;
 # the job is FAILED then), or as the kernel tells it of a cgroup.
 _OUT_OF_MEMORY = re.compile(r"exceeded (\w+ )?memory limit|oom[-_]kill|out-of-memory handler", re.IGNORECASE)

@@ -54,7 +54,7 @@ def ui(options: argparse.Namespace) -> int:
     folder = studies_folder(options.dir)
     if options.port is not None and not 0 < options.port < 65536:
         raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
-    load_study(folder, options.study)  # a wrong one is told first
+    load_study(folder, options.study)  # reports a wrong one first
     say("starting MLflow; this takes a while")
     sync(folder, options.study)
     found = pages(folder, options.study)
@@ -199,7 +199,7 @@ def exit_code(stop: "Stop | None", *, fits: bool) -> int:
 
 # -- the commands behind a search -------------------------------------------------------------------------------------
 
-NOT_NEUTRAL = 1  # what was to be proven is not so
+NOT_NEUTRAL = 1  # the claim is false
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -280,7 +280,7 @@ def _look_at_stages(options: argparse.Namespace) -> None:
         try:
             check_source_early(
                 source_of(stage.values), trainer=stage.trainer, changes={},
-                device="cpu",  # also for a plan on a simulated card: what is planned trains on a dataset
+                device="cpu",  # also for a plan on a simulated card: the planned run trains on a dataset
                 prompt_tokens=tokens if isinstance(tokens, int) else None,
             )  # fmt: skip
         except ConfigError as error:

@@ -100,7 +100,7 @@ class OperationLog(Protocol):
 
     aside: bool  # whether the kernel to come is a copy or a collective that overlaps with the others
     lanes: Sequence[int]  # of the kernel to come: that in which it runs, and those whose work it comes after
-    of_step: bool  # whether what comes is a whole step's, though it comes with the last micro-batch
+    of_step: bool  # True if the next kernels are a whole step's, though they come with the last micro-batch
 
     def view(self) -> None: ...
 
@@ -147,7 +147,7 @@ class Clock:
         self.ranks = 1  # of the largest group that had a collective
         self._collecting: deque[tuple[float, float]] = deque()  # times of collectives that kernels may run beside
         self.known: KnownCosts = {}  # may be shared by clocks of one card and host, one after another
-        self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # what a stream has in order
+        self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # the lanes that a stream keeps in order
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0

@@ -30,7 +30,7 @@ from autofit.fakegpu.patches.redirect import Undo
 from autofit.fakegpu.patches.registry import Registry
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec, HostCosts, gpu_spec, with_every_kernel_loaded
 
-_ENTERED = threading.Lock()  # held by the block that runs, in whatever thread
+_ENTERED = threading.Lock()  # held by the running block, in any thread
 
 
 @contextlib.contextmanager

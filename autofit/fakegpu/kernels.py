@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
     reads: tuple[int, ...] = ()  # times that each argument is read; once where it says nothing
     by_rows: bool = False  # those times hold for long rows; short ones stay in the cache
     pattern: Pattern | None = None  # None: by shapes and strides
-    fills: bool = False  # what it writes in place is not read
+    fills: bool = False  # it overwrites its output in place, unread
     copies: bool = False  # element by element, as a pointwise operator
 
 

@@ -99,7 +99,7 @@ class Shortcut:
             return self._lifted(args[0])
         parts: list[object] = [func, torch.get_default_dtype()]
         found: list[int] = []
-        if func is aten.as_strided.default:  # of a place in the storage, whatever the input's is
+        if func is aten.as_strided.default:  # of a place in the storage, independent of the input's
             parts.append(cast("FakeTensor", args[0]).storage_offset())
         if not (_describe(args, parts, found) and (not kwargs or _describe_options(kwargs, parts, found))):
             return func(*args, **kwargs)

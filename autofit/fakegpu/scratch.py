@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
 
     rule: Rule | None
     overloads: tuple[str, ...] = ("default",)  # that have it
-    before: Rule | None = None  # what is held, and given back, before that
+    before: Rule | None = None  # bytes held, and given back, before that
     on_cpu: bool = False  # the CPU's kernel has it too
     copies: Rule | None = None  # of inputs: held from before there are results until the operation ends
 
@@ -342,7 +342,7 @@ def _topk(spec: GpuSpec, self: torch.Tensor, k: int, dim: int = -1, *_: object, 
     )  # fmt: skip
 
 
-# should_use_multiblock: up to so many rows, from this length on.
+# should_use_multiblock: up to this number of rows, from this length on.
 _SEARCHED_BY_BLOCKS = (
     (20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400),
 )  # fmt: skip
@@ -526,7 +526,7 @@ SCRATCH: dict[str, Scratch] = {
         lambda _, grad, sizes, dim, size, step: (8 * min(sizes[dim], (grad.shape[dim] - 1) * step + size),)
     ),
     "aten::renorm": Scratch(lambda _, x, p, dim, *__: (x.element_size() * x.shape[dim],)),  # norms, then factors
-    # addmv_impl_cuda in Blas.cpp: cuBLAS takes no vector of which all elements are one
+    # addmv_impl_cuda in Blas.cpp: cuBLAS rejects a vector whose elements are all one
     "aten::mv": Scratch(lambda _, x, vector: (
         (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
     )),

@@ -58,7 +58,7 @@ class Tracer(TorchDispatchMode):
         self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
-        # what a collective wrote, as a card has it; for fakes torch makes a copy of it
+        # the output of a collective, as on a card; for fakes torch makes a copy of it
         self.handlers[torch.ops._c10d_functional.wait_tensor.default] = lambda args, kwargs: args[0]
         if memory.device_type == "cuda":
             self.in_parts[aten.masked_scatter_backward.default] = self._masked_scatter_backward
@@ -68,7 +68,7 @@ class Tracer(TorchDispatchMode):
         self._key: tuple[object, ...] | None = None  # of the operation under way: its inputs, if these tell its cost
         self.host: HostMemory | None = None  # where the memory of the host is followed too
         self.layers: LayerRecorder | None = None
-        self.after: Callable[..., None] | None = None  # told of each operation what the clock is told
+        self.after: Callable[..., None] | None = None  # called for each operation with the clock's arguments
         self.groups: dict[str, int] = {}  # ranks of each process group that had a collective on the card
         self._workspace_bytes = blas_workspace_bytes
         self.workspaces: dict[tuple[bool, int], int] = {}  # the allocation of each of cuBLAS

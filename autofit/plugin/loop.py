@@ -72,7 +72,7 @@ class Setup:
 class Loop(ABC):
     """One training. autofit calls `micro_batches` once an optimizer step, `loss` for each, and steps the optimizer."""
 
-    model: torch.nn.Module  # what is trained
+    model: torch.nn.Module  # the trained model
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
@@ -307,7 +307,7 @@ class LoopTrainer(ABC):
                 "remove it, or make the trainer a transformers.Trainer, which accelerate puts on several"
             )
         settings = self.parse(values)
-        self.steps(settings)  # a missing one is said before the search, not after it
+        self.steps(settings)  # reports a missing one before the search, not after it
         asked = inspection.prompt_tokens
         made_up = asked is not None
         sample: dict[str, Any] = {"tokens": asked} if made_up else self.longest_sample(settings)

@@ -28,7 +28,7 @@ VALUES, CRITIC = "values", "update critic"  # of PPO's critic: of all samples, a
 BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, VALUES, CRITIC, LOADING)
 EVALUATION = "evaluation"  # between two steps: only the loss, of samples that are not trained
 IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)  # as a person is shown them
-MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
+MOST_PROMPT_TOKENS = 4_194_304  # a sample of this length takes 2 GB of the host while it is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Facts:
     vocab_size: int | None = None
     embedding_parameters: int | None = None  # of the input embeddings, and of the head where it has its own
     tile_tokens: int | None = None  # tokens of a micro-batch that the loss works on at once; None: all of them
-    forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
+    forecasts: bool = False  # True if traces of few layers give the bytes of all: one architecture that repeats
     read_by: Mapping[str, tuple[tuple[str, ...], ...]] = field(
         default_factory=dict
     )  # {phase: groups of keys}: `Visits`
@@ -90,7 +90,7 @@ class WorstCase:
     """The folder in which a trainer's `inspect` left its longest sample, and its notes on that sample."""
 
     path: Path
-    padded: bool | None = None  # whether its batches have padding; None: as its facts say (`is_padded`)
+    padded: bool | None = None  # True if its batches have padding; None: by its facts (`is_padded`)
 
     @property
     def folder(self) -> Path:
@@ -171,7 +171,7 @@ class Report:
         yield
         self.enter(left)
 
-    leaves_out = False  # whether the receiver repeats micro-batches that are alike by itself
+    leaves_out = False  # True if the receiver itself repeats micro-batches that are alike
     one_in_first_step: Literal["", "first", "last"] = ""  # the micro-batch that is enough for the receiver in that step
 
     def train_begins(self) -> None: ...

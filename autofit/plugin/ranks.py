@@ -97,7 +97,7 @@ class _InPlaceReduceScatter(_Buffers):
 
 LOOPBACK = "127.0.0.1"
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")  # what accelerate's imports may need
-_NOT_OURS = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # whoever starts the ranks chooses their cards
+_NOT_OURS = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # the starter of the ranks chooses their cards
 _SCRIPT = "script"  # the launcher wants the name of one; nothing runs it
 
 
@@ -191,7 +191,7 @@ def _clean_environment() -> Iterator[dict[str, str]]:
 
 # ----------------------------------------------------------------------------------------------- on the simulated card
 
-_NO_PORT = 1  # of the rank's environment: a fake process group connects to nobody
+_NO_PORT = 1  # of the rank's environment: a fake process group makes no connection
 
 
 @contextmanager

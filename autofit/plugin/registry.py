@@ -200,7 +200,7 @@ def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int
     found, source = read(words, changes, ranks=ranks)
     if source is None:
         return found
-    # in the place of the model a path that is there, of which nothing is known
+    # in place of the model an existing path with no known facts
     values = {**source.values, _MODEL: os.devnull} if source.values.get(_MODEL) else source.values
     try:  # keys and values that the trainer does not take: not what lies on another machine
         check_source_early(

@@ -396,7 +396,7 @@ class ClusterLauncher(Launcher):
         return found or self._given_up(folder, lost(folder, "no job has it", Cause.JOB))
 
     def waits_for(self, folder: Path) -> str | None:
-        return None  # a job has its own cards; what jobs wait for is said once for all
+        return None  # a job has its own cards; the reason why jobs wait is shown once for all
 
     def cancel(self, folder: Path) -> None:
         """Stop the probe in `folder`, and return at once: another attempt has a folder of its own."""

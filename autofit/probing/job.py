@@ -308,7 +308,7 @@ def _content(value: str) -> object:
     return {"files": files}
 
 
-# A hash of the code of the simulation: what is kept of it counts only for the same code.
+# A hash of the code of the simulation: its kept results count only for the same code.
 
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm")
 _FOLDERS = ("fakegpu", "forecast", "plugin", "probing")

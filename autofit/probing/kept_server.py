@@ -213,7 +213,7 @@ def stay(path: str, *, began_s: float, keep_call: KeepCall, listens: Callable[[]
     with contextlib.suppress(OSError), _listening(Path(path)) as listener:
         listens()
         for name in _OF_COMMANDS:
-            with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
+            with contextlib.suppress(Exception):  # then the command imports it, and reports the error
                 importlib.import_module(name)
         gc.freeze()
         marks = _marks()

@@ -119,7 +119,7 @@ class Launcher:
 
     def __init__(self, function: Callable[[str], None] = run_probe) -> None:
         self._function = function
-        self.say: Callable[[str], None] = lambda _: None  # called with what a user should know of the jobs
+        self.say: Callable[[str], None] = lambda _: None  # called with news of the jobs for the user
 
     def submit(self, request: ProbeRequest) -> None:
         """Write the request and start its job, unless an earlier simulated probe answers it."""

@@ -102,8 +102,8 @@ class SimMemory:
         self._gpu: FakeGpu | None = None
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
-        self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end, and whether one was left out
-        self._shares_of: dict[int, dict[str, float]] = {}  # of what was left out after a mark, by phase
+        self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end; True if it was left out
+        self._shares_of: dict[int, dict[str, float]] = {}  # shares of the part left out after a mark, by phase
         self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
         self._began: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}  # seconds of each part since the mark before the last one

@@ -24,7 +24,7 @@ from autofit.probing.result import is_oom
 from autofit.probing.supervise import lives, note_of
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_QUIET_S = 5.0  # of waiting, before it is said
+_QUIET_S = 5.0  # of waiting, before a message
 _GATE = "several"  # held by the process that collects several slots
 _HANGS = ".hangs"  # ends the name of the file that names the process which hangs on a slot's card
 

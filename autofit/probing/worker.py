@@ -404,7 +404,7 @@ def _train_on_card(
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))
         loaded = loaded_bytes(run.model)
-        loads_apart = not launch.is_deepspeeds  # whose engine makes what it keeps on the host before the first step
+        loads_apart = not launch.is_deepspeeds  # whose engine makes its host copies before the first step
         marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=loads_apart, leaves_out=leaves_out)
         run.train(marks)
         recorder.enter("end")

@@ -182,7 +182,7 @@ def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> Non
             )  # fmt: skip
             keep = server.beside(in_processes(request_path, folder, cwd=cwd, env=env, abandoned=server.is_over))
         ending = train_to_the_end(request_path, folder, keep)
-        if ending.left_pid is not None:  # give these slots to nobody while the training hangs in the driver
+        if ending.left_pid is not None:  # withhold these slots while the training hangs in the driver
             set_aside(held, ending.left_pid)
 
 

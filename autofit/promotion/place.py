@@ -232,7 +232,7 @@ class Tuned:
     values: Mapping[str, object]
     comment: str
     command: str | None = None  # what runs the YAML without autofit, up to the file's name
-    remark: str = ""  # what is left to do before it runs
+    remark: str = ""  # work left to the user before it runs
 
     @property
     def launch(self) -> Launch:

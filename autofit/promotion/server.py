@@ -117,7 +117,7 @@ def with_address(values: Mapping[str, object]) -> dict[str, object]:
 _POLL_S = 0.2
 _KNOCK_S = 5.0  # between two looks whether the server's port is open
 _SILENT = 4  # closed in a row: its machine is gone, as its keeper would have told anything else
-_LEAVE_S = 10.0  # in which a keeper ends what it has started
+_LEAVE_S = 10.0  # in which a keeper ends its processes
 
 
 @dataclass(slots=True)

@@ -502,7 +502,7 @@ def _known(asked: StatedLaunch) -> Iterator[Finding]:
         inner = asked.config.get(section)
         for key in inner if isinstance(inner, Mapping) else ():
             if key not in known and (close := get_close_matches(str(key), known, n=1, cutoff=0.7)):
-                yield Finding(  # accelerate/commands/launch.py, line 1269: an argument that nobody reads
+                yield Finding(  # accelerate/commands/launch.py, line 1269: an unused argument
                     severity=Severity.WARNING, where=asked.in_config(f"{section}.{key}"),
                     what="accelerate ignores a key that it does not know", fix=f"write {close[0]}",
                 )  # fmt: skip

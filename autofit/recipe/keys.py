@@ -33,7 +33,7 @@ class BatchKeys:
     completion: str | None = None  # tokens of the longest completion
     length: str | None = None  # tokens of the longest sample
     sharers: str | None = None  # ranks that compute parts of the same samples (sequence parallelism)
-    packed: str | None = None  # whether micro-batches are made by tokens, so that their size says nothing
+    packed: str | None = None  # True if micro-batches are made by tokens, so that their size is irrelevant
     budget: str | None = None  # tokens of such a micro-batch
     scored: str | None = None  # samples in a forward pass over a rollout without gradients, which it must divide
     referred: str | None = None  # the same of the reference

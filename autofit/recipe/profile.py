@@ -42,9 +42,9 @@ class Profile:
     name: str
     place: int = 0  # among the trainers, where they are listed; the first is the usual one
     of_trl: bool = False  # whether `trl NAME` trains its recipes, and hands them on to `accelerate launch`
-    of_transformers: bool = False  # without of_trl: whether transformers' keys fsdp and deepspeed say the launch
+    of_transformers: bool = False  # without of_trl: True if transformers' keys fsdp and deepspeed set the launch
     page: bool = False  # whether the page's list of allowed settings has those of its recipes
-    keys: tuple[str, ...] = ()  # keys that it takes and another trainer does not: its recipes are told by them
+    keys: tuple[str, ...] = ()  # keys that it takes and another trainer lacks, which identify its recipes
     own_key: str = ""  # a key that no other trainer takes, and each of its recipes has
     columns: tuple[frozenset[str], ...] = ()  # of a dataset that is for it: any of these sets
     dataset: str = ""  # of TRL's own documentation, in its format

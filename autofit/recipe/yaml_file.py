@@ -371,7 +371,7 @@ def _same(one: object, other: object) -> bool:
 
 # -- whether a value of YAML can stand for a field of a dataclass, and how the field's type reads ---------------------
 
-# What a value may be, in JSON types: a name of _IS, "any", or a list of values of which it is one.
+# Allowed values, in JSON types: a name of _IS, "any", or a list of the values.
 Kind = str | list[Any]
 
 _IS: dict[str, Callable[[object], bool]] = {

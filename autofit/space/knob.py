@@ -47,7 +47,7 @@ class Knob:
     unset: Value = None  # what an inner key means that the recipe does not give
     values_need: tuple[tuple[str, tuple[Value, ...]], ...] = ()  # (a need, the values that have it)
     unless: tuple[tuple[str, tuple[Condition, ...]], ...] = ()  # (why it is left out, where the recipe has these)
-    optional: bool = False  # whether an installed version without the key leaves the knob out; else it is an error
+    optional: bool = False  # True if a version that lacks the key leaves the knob out; else it is an error
     stated: Traits | None = None  # what its entry in a space says of it; None: there is no entry
 
     @property

@@ -45,14 +45,14 @@ _LAST = 10**6  # the place of a knob that has none
 class Traits:
     """Effects of a knob, and its use in estimates, searches, proofs and rescues; `knobs.yaml` explains each field."""
 
-    what: str = ""  # what it does to memory and time, for people
+    what: str = ""  # its effect on memory and time, for people
     also: tuple[str, ...] = ()  # other keys of a recipe by which it is known
     less: Less | tuple[object, ...] | None = None  # values that may need less memory, where no order of memory says it
     than: tuple[object, ...] | None = None  # the recipe's values than which those may need less; None: any
-    frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: what a batch makes
+    frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: those of a batch
     phases: tuple[str, ...] | None = None  # that it changes, of a step; None: any
     offloads: bool = False  # whether it moves something into the memory of the host
-    loads: bool = False  # it changes what is held once the models are loaded, before there is a batch
+    loads: bool = False  # it changes the bytes held once the models are loaded, before any batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
     joint: tuple[str, ...] = ()  # knobs whose effect it changes: both changes together have a trace of their own
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory

@@ -72,7 +72,7 @@ def following(folder: Path, study: optuna.Study, *, say: Callable[[str], None] =
     try:
         yield follower
     except BaseException:
-        follower.begin()  # whatever was told meanwhile; the database may not say
+        follower.begin()  # regardless of news meanwhile: the database may lack them
         raise
     finally:
         if not follower.end():

@@ -151,7 +151,7 @@ class Model:
         """The probability that each of `places` fits the target."""
         if math.isinf(self._target) or (not self.predicted and not self.used.informed):
             return np.ones(len(places))
-        if self.sure:  # what a probe says it used has room in it
+        if self.sure:  # the used bytes of a probe include spare room
             return np.asarray(probability_below(self._target, self.log_used[places], np.full(len(places), _SURE)))
         mean, spread = self.used.each(places)
         return np.asarray(probability_below(self._target, mean + self.log_used[places], spread).mean(axis=0))
@@ -328,7 +328,7 @@ class _Stage:
         known = [
             o for o in self._rivals if (o.device_used_bytes or 0.0) <= aim and math.log(o.step_s or 1.0) <= as_fast
         ]
-        if self._model.sure and (known or not at_edge):  # what a probe keeps beyond its need is not predicted
+        if self._model.sure and (known or not at_edge):  # spare bytes kept by a probe are not predicted
             return found
         if known:  # it wins already; another one would have to be leaner than the leanest
             aim = min(aim, (1 - LEANER_FRAC) * min(o.device_used_bytes or 0.0 for o in known))

@@ -107,7 +107,7 @@ class Grid:
                 if not 0 <= at < len(numbers) or numbers[at] in [params[name] for params in seen]:
                     continue
                 wanted = {**own, name: numbers[at]}
-                if wanted in waits:  # whether to step the other way is known after it
+                if wanted in waits:  # its result decides whether to step the other way
                     break
                 if (found := self.find(wanted)) in allowed:
                     return found

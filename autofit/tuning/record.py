@@ -85,7 +85,7 @@ class StudyRecord:
     screened: int = 0  # candidates ruled out without a probe
     predicted: Mapping[str, object] | None = None  # bytes and seconds of all candidates, as JSON of forecast.cloud
     foreseen: Sequence[Mapping[str, object]] = ()  # candidates on the front without a probe, JSON of tuning.foreseen
-    relaxed: str = ""  # what a lower tier offers, in words; of the last search
+    relaxed: str = ""  # gain of a lower tier, in words; of the last search
     outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.lower_tiers
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 

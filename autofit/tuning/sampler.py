@@ -57,8 +57,8 @@ class CandidateSampler(BaseSampler):
         self._cannot_fit = cannot_fit
         self._random = np.random.default_rng(seed)
         self._study: str | None = None
-        self.wanted: int | None = None  # the candidate that is proposed next, whatever else may be worth a probe
-        self._judged: tuple[int, object, object] = (0, None, None)  # how many observations, of which ledger, repeats
+        self.wanted: int | None = None  # the candidate to propose next, before all others
+        self._judged: tuple[int, object, object] = (0, None, None)  # number of observations, ledger, repeats
         self._settled: set[int] = set()  # tiers of those that settle theirs
         self._begin()
 
@@ -322,7 +322,7 @@ class PlainSampler(CandidateSampler):
         distributions = self.distributions()
         for _ in range(_GP_DRAWS if isinstance(self._inner, GPSampler) else _DRAWS):
             drawn = dict(self._inner.sample_relative(study, trial, distributions))
-            drawn |= {  # a sampler leaves out what it would draw without regard to the other knobs
+            drawn |= {  # a sampler leaves out knobs that it would draw independently of the others
                 name: self._inner.sample_independent(study, trial, name, distribution)
                 for name, distribution in distributions.items()
                 if name not in drawn

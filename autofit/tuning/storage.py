@@ -47,7 +47,7 @@ class Database:
 
     folder: Path
     url: "URL | None" = field(default=None, repr=False)  # of a Postgres; None is the file in the folder
-    remembered: bool = False  # the folder's storage.json names it, and nobody now
+    remembered: bool = False  # named by the folder's storage.json alone
 
     @property
     def path(self) -> Path:
@@ -170,7 +170,7 @@ def _kept_path(folder: Path) -> Path:
 
 
 def _kept(folder: Path) -> str | None:
-    if not folder.is_dir():  # that is told where the folder is written to
+    if not folder.is_dir():  # the write to the folder reports it
         return None
     try:
         found = read_json(_kept_path(folder))
@@ -283,7 +283,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 NAMES = BEST, LEANEST = "best", "leanest"  # of trials, beside their numbers
-_WAIT_S = 0.1  # for a writer; whoever opens the database waits as long as it takes
+_WAIT_S = 0.1  # for a writer; opening the database waits as long as it takes
 _STUDIES = (
     "SELECT study_name, study_id FROM studies LEFT JOIN study_user_attributes AS kept USING (study_id) "
     "WHERE kept.key = 'used' ORDER BY kept.value_json"

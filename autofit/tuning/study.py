@@ -167,7 +167,7 @@ class SoleWriter(_CachedStorage):
         super().set_study_user_attr(study_id, key, value)
 
 
-# Of JSON, text, an enumeration or a structure that is not what was written.
+# Of JSON, text, an enumeration or a structure that differs from the written one.
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError)
 T = TypeVar("T")
 

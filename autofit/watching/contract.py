@@ -106,7 +106,7 @@ class Actual:
     host_rss_bytes: int | None = None
     rescues: tuple[str, ...] = ()  # changes after an OOM, a sentence each
     same_gradient: bool = True  # False: a rescue went to a tier below neutral
-    of_trial: bool = True  # False: a script of one's own, whose recipe nobody compared with the trial's
+    of_trial: bool = True  # False: a script of one's own, whose recipe was not compared with the trial's
 
 
 def contract_of(folder: Path) -> tuple[Row, ...] | None:

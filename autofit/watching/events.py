@@ -66,7 +66,7 @@ class Kind(StrEnum):
     VERDICT = "verdict"  # the promise against the whole run
 
 
-# Events of the run's own life; the others are said again by the steps that a resumed run repeats.
+# Events of the run's own life; the others come again with the steps that a resumed run repeats.
 _LASTING = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT, Kind.RANK)
 
 

@@ -15,8 +15,8 @@ from autofit.watching.thresholds import Guard, GuardCheck
 
 Points = Sequence[tuple[int, float]]  # (step, value), oldest first
 
-_TREND_POINTS = 50  # of which a trend is made: 50 take 0.3 ms
-_FALLS = 4.5  # deviations of noise from which a level is said to be worse: the worst of all splits is looked at
+_TREND_POINTS = 50  # points of a trend: 50 take 0.3 ms
+_FALLS = 4.5  # deviations of noise from which a level counts as worse: that of the worst of all splits
 _DRIFTS = 3.0
 _WIDE = 3.0  # times the way from the median to the highest tenth: beyond it lies 1 of 50 values of a skewed loss
 _HINT, _CLEAR = 1.0, 2.0  # a hint of a trend is enough for no alarm; to end one, it must stand out
@@ -256,7 +256,7 @@ class GuardWatcher(Watcher):
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:
         self._guards = tuple(guard for guard in self._guards if guard.generates in (None, run.generates))
-        for line in run.lines:  # an earlier start told what they had to tell
+        for line in run.lines:  # an earlier start reported their alarms
             self._changes(line)
         return ()
 

@@ -21,7 +21,7 @@ from autofit.watching.projection import Coming, Crossing, Rhythm
 if TYPE_CHECKING:
     from autofit.watching.micro_batches import Gauge, MicroBatches
 
-_EVERY_STEP = 32  # so many steps are looked at one by one, then every eighth: they teach little
+_EVERY_STEP = 32  # steps looked at one by one, then every eighth: later ones teach little
 _SELDOM = 8
 
 
@@ -35,7 +35,7 @@ class MemoryWatcher(Watcher):
         self._trend, self._completions = Growth(), Growth()
         self._run: Watched | None = None
         self._steps = self._limit_bytes = self._outside_bytes = self._working_bytes = 0
-        self._told_visit = self._told_step = -1  # a longer one after it is told when it has passed
+        self._told_visit = self._told_step = -1  # a longer one after it is reported once this has passed
         self._told_leak = self._told_completions = False
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:

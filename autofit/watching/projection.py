@@ -117,7 +117,7 @@ class Crossing:
     row: int
     tokens: int  # of its longest sample; with completions, as the micro-batch is padded
     before_bytes: int  # held when it begins, above those between steps: gradients of its step
-    projection: Projection  # of what it works with besides
+    projection: Projection  # of its working bytes besides
     largest_seen: int  # most tokens of a sequence so far
     fitting_tokens: int | None  # the longest sequence that stays within the limit; None: not even those seen
 

@@ -248,7 +248,7 @@ class ContractWatcher(Watcher):
         self._step_s: list[float] = []
         self._seen = 0  # steps of this start
         self._look_at = _FIRST_LOOK
-        self._told: set[str] = set()  # rows that are told as broken
+        self._told: set[str] = set()  # rows reported as broken
         self._step = 0
         self._card: CardPeak | None = None
         self.of_trial = True  # False: a script's run, not that of a trial's own recipe
@@ -504,7 +504,7 @@ class RewardWatcher(Watcher):
 
     def _look(self, folder: Path) -> None:
         """Report slow calls while they run: a function that hangs would be waited for in silence."""
-        told: dict[tuple[str, float], float] = {}  # by name and begin, seconds when it is told next
+        told: dict[tuple[str, float], float] = {}  # {(name, begin): seconds of its next report}
         while not self._ended.wait(_LOOK_EVERY_S):
             for name, began in [*self._running.items()]:
                 seconds = time.monotonic() - began

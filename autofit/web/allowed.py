@@ -30,7 +30,7 @@ _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MOST_LIST = 64
-# Far above what is trained with: a larger number would only keep the page busy.
+# Far above trained lengths: a larger number would only keep the page busy.
 _MOST = {
     "per_device_train_batch_size": 1024, "per_gpu_train_batch_size": 1024, "gradient_accumulation_steps": 4096,
     "steps_per_generation": 4096, "generation_batch_size": 65_536, "num_generations": 1024, "num_iterations": 64,
@@ -89,7 +89,7 @@ def allowed(
         elif key in taken:
             left.append(key)
         else:
-            found[key] = None  # the trainer says what is wrong with the key
+            found[key] = None  # the trainer reports the error of the key
     if model is not None and not _MODELS & values.keys():
         found["model_name_or_path"] = model
     if left:

@@ -85,7 +85,7 @@ class Question:
     """A question of the page. Its changes are settings of the recipe; None removes one."""
 
     text: str  # a YAML, or a command
-    kind: str = "check"  # whether it runs on the card, or on which of the usual cards
+    kind: str = "check"  # check: on one card; else on which of the usual cards
     config: str = ""  # config.json of a model that the catalogue lacks
     trainer: str | None = None  # None: found by the recipe's keys
     card: str = "a100-80gb"

@@ -464,7 +464,7 @@ class BucketReducer:
         self._group = process_group
         self._limits = [first_bucket_bytes_cap, bucket_bytes_cap]
         self._as_view = gradient_as_bucket_view
-        self._expects = False  # whether this backward reduces: under no_sync it does not
+        self._expects = False  # True if this backward reduces; False under no_sync
         self._works: list[distributed.Work] = []  # the reductions under way
         self._arrived: list[int] = []  # parameters in the order of their gradients in the first backward
         self._rebuilds = not find_unused_parameters

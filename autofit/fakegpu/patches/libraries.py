@@ -72,7 +72,7 @@ def walks(gpu: FakeGpu) -> Iterable[Target]:
     def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
         if inside[0]:
             return trained(self, mode)
-        # A mode that changes later does so around a rollout or an evaluation, of which it is a thousandth.
+        # A mode that changes later does so around a rollout or an evaluation, and takes a thousandth of it.
         free = _is_free(gpu) or (self.training != mode and (not mode or self in before))
         if mode:
             before.add(self)
@@ -356,7 +356,7 @@ def _holds_fake(value: object, depth: int = 4) -> bool:
 
 
 # Kernels of other packages for whole layers, Liger's and the Hub's (`use_kernels`): the layers run without them.
-# Liger's loss is simulated, which decides most of what it saves: no logits of all tokens.
+# Liger's loss is simulated, the source of most of its savings: no logits of all tokens.
 
 _NOTE = (
     "{} were asked for and not simulated: the layers ran without them, which needs at least as many bytes and seconds"

@@ -140,7 +140,7 @@ class RolloutSynthesis:
         ids: dict[int, dict[int, int]] = {-2: dict(enumerate(before.ids)), -1: dict(enumerate(last.ids))}
         for place, (step, covered) in enumerate(steps):
             mine = ids[place] = {}
-            later = step - done + 1  # how many steps after the last traced one
+            later = step - done + 1  # number of steps after the last traced one
             whole = place >= len(steps) - 2
             for event in last.events if whole else large if place % LARGE_EVERY == 0 else short:
                 if layers is not None:

@@ -363,7 +363,7 @@ class _Moment:
     allocation: int
     backward: int  # number of backward passes so far
     stretch: int
-    others: tuple[float, ...]  # what a call must leave as it is: memory given back, tensors of several layers, lanes
+    others: tuple[float, ...]  # state that a call must keep: memory given back, tensors of several layers, lanes
     now_s: float
     counters: tuple[float, ...]
     busy_s: Mapping[Family, float]
@@ -421,7 +421,7 @@ class _Output:
         return out
 
 
-Event = tuple[int, int, Allocation | None]  # allocation, layer at work, and what was taken; None: it was given back
+Event = tuple[int, int, Allocation | None]  # allocation, layer at work, and the new allocation; None: it was freed
 
 
 def events_since(gpu: FakeGpu, begin: int) -> list[Event]:
@@ -464,7 +464,7 @@ class _Recorded:
     events: Sequence[Event]
     backwards: Sequence[int]  # where in the events backward passes begin
     outputs: Sequence[_Output | None]  # None: the call returned None
-    alone: bool  # whether it returned one tensor, and not several
+    alone: bool  # True if it returned a single tensor
     inputs: Sequence[int] = ()  # allocations from before the call that it may give back
 
     @classmethod

@@ -27,7 +27,7 @@ from autofit.fakegpu.patches.same_calls import Event, events_since, play
 aten = torch.ops.aten
 _LEAST_PLAYED = 4  # windows beyond one of each size
 _CHECKPOINT, _RECOMPUTATION = "_checkpoint_hook", "_recomputation_hook"  # torch's hooks on what autograd saves
-# Views and detached tensors of a window, by these hooks: the output's, and those of what is saved.
+# Views and detached tensors of a window, by these hooks: those of the output, and of saved tensors.
 _VIEWS_FORWARD = {"": 3, _CHECKPOINT: 2, _RECOMPUTATION: 6}
 _VIEWS_BACKWARD = {"": 3, _CHECKPOINT: 6, _RECOMPUTATION: 3}
 _WINDOWS_DIM = 2  # of queries, keys and values: (1, heads, tokens, dim)
@@ -136,7 +136,7 @@ class _Loop:
         self._needs_sums = False
         self._gradients: dict[int, _Recording] = {}  # of the backward of a window, by its length
         self._hooks = ""  # on what autograd saves
-        self._keeps = False  # whether what the backward needs stays after the forward
+        self._keeps = False  # True if the inputs of the backward stay after the forward
 
     # ------------------------------------------------------------------ when
     def takes(self, tensor: torch.Tensor, lengths: list[int], dim: int) -> bool:
@@ -151,7 +151,7 @@ class _Loop:
         if not (plain and alone and several) or torch.is_inference_mode_enabled():
             return False
         self._hooks = _saved_tensor_hooks()
-        if self._hooks not in _VIEWS_BACKWARD:  # such as an offload of what is saved
+        if self._hooks not in _VIEWS_BACKWARD:  # such as an offload of saved tensors
             return False
         with self._aside():
             pieces = [tensor.narrow(dim, 0, length) for length in set(lengths)]

@@ -205,7 +205,7 @@ def log_error(spec: GpuSpec, shares: Mapping[str, float], ranks: int = 1) -> flo
 
 # -- the ranks of a job, and the memory that NCCL holds for them ------------------------------------------------------
 
-# A fake process group: this process is one rank of many, of which the others do not exist.
+# A fake process group: this process is one rank of many; the others do not exist.
 
 server_cards: ContextVar[int] = ContextVar("server_cards", default=1)  # that a rollout server has, each a whole copy
 

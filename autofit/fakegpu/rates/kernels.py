@@ -49,7 +49,7 @@ class Grid:
         return total
 
 
-# Seconds of a matrix product on one card: waves of tiles, corrected by what was measured near the same shape.
+# Seconds of a matrix product on one card: waves of tiles, corrected by measurements near the same shape.
 #
 # A product of (m, k) and (k, n) is cut into tiles that the card's multiprocessors work off in waves, so its time jumps
 # where a wave more is needed. Interpolating measured times across these jumps is what makes plain tables wrong. So the
@@ -129,7 +129,7 @@ class GemmTable:
         return self.waves.seconds(machine, m, n, k, batch) * np.exp(ratio)
 
 
-# Seconds of one attention kernel on one card: a roofline, corrected by what was measured near the same shape.
+# Seconds of one attention kernel on one card: a roofline, corrected by measurements near the same shape.
 #
 # The forward of flash attention was measured (causal, with and without grouped queries), as was one step of decoding.
 # Needs no torch.
