@@ -12,7 +12,7 @@ _MARKED = re.compile("\x02([a-z_-]+)=(.*?)\x03")  # an option in the text of an 
 class AutofitError(Exception):
     """Base of all errors that autofit reports in one line with exit code 2, in place of a traceback.
 
-    Its text names options by `option(...)`, and whoever reads it chooses the words for them.
+    Its text names options by `option(...)`, and its reader chooses the words for them.
     """
 
     named: "Callable[[Option], str] | None" = None  # an option in `str`; None: as the command line has it

@@ -48,7 +48,7 @@ def last_line(log: Path) -> str:
 def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") -> tuple[bytes, os.stat_result]:
     """(content, status) of a regular file of at most `most` bytes; the open call returns at once, even for a pipe.
 
-    Raises ConfigError for a folder, a pipe, a device or a larger file, of which nothing is read; OSError as `open`.
+    Raises ConfigError for a folder, a pipe, a device or a larger file, all unread; OSError as `open`.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
@@ -195,7 +195,7 @@ def private_folder(folder: Path) -> Path:
 def check_is_own(folder: Path, *, say: Callable[[str], None]) -> None:
     """Make `folder` for this user alone, or check that only this user may write to it: jobs run code that lies there.
 
-    Raises ConfigError where others may. Root is told by `say` whose it is: in a container that is often the user.
+    Raises ConfigError if others may. For root `say` names the owner instead: in a container that is often the user.
     """
     make_own(folder)
     who = other_writers(folder)

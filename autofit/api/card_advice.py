@@ -232,7 +232,7 @@ class CardAdvice(Shown):
         )
 
     def _changed(self, offer: Offer) -> Mapping[str, object]:
-        """The changes, and the batch of a rank where so many ranks need another micro-batch than the recipe's."""
+        """The changes, and the batch of a rank if its number of ranks needs another micro-batch than the recipe's."""
         own, keys = self.recipe.resolved, self.recipe.keys
         beside = keys.scored, keys.referred, keys.engine_ranks
         differs = {key: value for key, value in offer.batch.items() if value != own.get(key)}

@@ -307,7 +307,7 @@ def with_advice(
 ) -> Found:  # fmt: skip
     """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C.
 
-    Where all were tried and none is advised, what could not be tried is told.
+    If all were tried and none is advised, the untried ones are reported.
     """
     if on_advice is not None:
         on_advice(advice_s)
@@ -358,9 +358,9 @@ def estimate(
     By them the typical step and the whole run stand beside the worst case.
     `on_result` hears the estimate before both, `on_typical` before the advice, `on_advice` its seconds as it begins.
     Ctrl-C ends the search for advice and keeps what was found, with `interrupted` set. `as_of` names older libraries
-    ("trl 0.14"): what they did with the recipe that the installed ones do not is said too. `libraries` is an
+    ("trl 0.14"): the differences of their behaviour from the installed ones' are told. `libraries` is an
     environment (its folder, or its python) whose TRL, transformers, peft and accelerate train the recipe too, in a
-    process of their own; what they hold is in `theirs`. `deadline` (seconds, or
+    process of their own; their memory is in `theirs`. `deadline` (seconds, or
     "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.

@@ -23,7 +23,7 @@ _KEPT = {True: element("span", "yes", kind="good"), False: element("span", "NO",
 
 
 def page_of(result: SearchResult) -> str:
-    """One web page, whole: the front, what was changed and why, the trials, and the full runs."""
+    """One web page, whole: the front, the changes with their reasons, the trials, and the full runs."""
     model = PurePath(str(result.original.get("model_name_or_path") or "")).name or result.study
     title = f"{model} {result.trainer.upper() if ':' not in result.trainer else result.trainer}".strip()
     device = result.device_name or result.device

@@ -293,7 +293,7 @@ def run(
     Each stage is searched (`search=False`: only probed as it is), and its winner is trained as `autofit.promote` does.
     Called again, the pipeline goes on where it was: stages that are done are kept, a started training resumes from its
     last checkpoint. A stage whose recipe, data, code or earlier stages changed is trained again. `only` trains that one
-    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` says what would happen,
+    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` only predicts it,
     on this machine or on a simulated card, `gpu`.
 
     Everything that can be wrong with a stage is looked for before anything trains: each recipe is read with its data,

@@ -219,7 +219,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
 
 
 def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
-    """Why the winner won; what was skipped ends the last sentence."""
+    """Reasons why the winner won; the skipped candidates end the last sentence."""
     *found, last = reasons(
         trials, record.resolved, record.target_bytes, record.rule, allow=record.allow, names=own_names(record.foreign)
     )

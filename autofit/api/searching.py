@@ -528,7 +528,7 @@ class _Ahead:
 def _database_made(folder: Path) -> Iterator[None]:
     """Context in which another thread makes the studies' own database if it is missing, in most of a second.
 
-    What is wrong with it is told by the call that opens it next.
+    The next call that opens it reports its faults.
     """
     database = database_of(folder)
     if database.url is not None or is_there(database.path):

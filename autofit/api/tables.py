@@ -224,7 +224,7 @@ def _signed(value: float, text: Callable[[int], str]) -> str:
 def margin_sentence(margin: Margin, *, predicted: bool = False) -> str:
     """Bytes that the winner leaves under the limit (target - headroom), in one sentence; "" if there is no target.
 
-    `predicted`: that all figures are is said elsewhere.
+    `predicted`: another sentence says that all figures are.
     """
     if margin.bytes_left is None:
         return ""

@@ -172,7 +172,7 @@ def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str 
 def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Figure]:
     """The memory and the phases, those that verl timed or the promise has.
 
-    A simulated step is an optimizer step, with its share of what a generation has once.
+    A simulated step is an optimizer step, with its share of the parts that a generation has once.
     """
     yield Figure("allocated", _allocated(promised), log.allocated_bytes)
     yield Figure("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together

@@ -99,7 +99,7 @@ def _arrays(arguments: Sequence[str]) -> list[Sequence[str]]:
 
 
 def limit_of_job_s(executor: Executor) -> float:
-    """The time limit of a job in seconds: what was asked for, else a day or what the partition allows."""
+    """The time limit of a job in seconds: the requested one, else a day or the partition's limit."""
     return executor.time_s or min(_DAY_S, _partition_s(executor.partition))
 
 

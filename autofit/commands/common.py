@@ -78,7 +78,7 @@ def stranger_in(packages: Path) -> str | None:
 
 
 def hears(event: "Event") -> None:
-    """Say an event; what was interrupted stops its work in peace."""
+    """Print an event; after an interrupt the rest of the work is stopped silently."""
     if event.interrupted:
         ignore_interrupts()
     said = str(event)
@@ -86,7 +86,7 @@ def hears(event: "Event") -> None:
 
 
 def streams(event: "Event") -> None:
-    """Print an event as a JSON object on a line of stdout; what was interrupted stops its work in peace."""
+    """Print an event as a JSON object on a line of stdout; after an interrupt the rest is stopped silently."""
     if event.interrupted:
         ignore_interrupts()
     if event.trial is not None:
@@ -109,7 +109,7 @@ def show_lines(lines: Sequence[str]) -> None:
 
 
 def ended(found: "Check | Estimate", *, as_json: bool) -> int:
-    """Print what was found after the verdict, or the whole as JSON; the exit code."""
+    """Print the lines after the verdict, or the whole as JSON; the exit code."""
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -352,7 +352,7 @@ class Bar:
         return self._live is not None
 
     def end(self) -> None:
-        """The step has ended: its seconds are kept, and the line is gone with what was told."""
+        """End the step: its seconds are kept, and the line is gone with the texts above it."""
         self._stop()
         step, self._step = self._step, None
         spent_s = 0.0 if step is None else time.monotonic() - step.began_s

@@ -2,7 +2,7 @@
 
 The host's share of a step is Python and dispatch. A model with tensors of a few elements measures it without a GPU,
 since its kernels take almost no time. A training on a card takes the host more (a driver call for each launch, the
-trainer's and adapters' Python), so what is measured is how much slower this host is than one whose trainings are known.
+trainer's and adapters' Python), so the measured figure is this host's slowness against one whose trainings are known.
 `fit_to_probe` corrects it from a real probe, together with the seconds of the kernels.
 """
 

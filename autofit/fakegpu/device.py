@@ -48,7 +48,7 @@ def fake_gpu(
     the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
     `kernel_loading` is what the context holds: the kernels that were used ("lazy", the default of CUDA since 12.2), or
     all of torch's ("eager"); "auto" follows CUDA_MODULE_LOADING, else it is eager, and noted, beside a transformers
-    of the time before CUDA 12.2. Mixtures of experts are balanced (what a router chooses is not known); one expert gets
+    of the time before CUDA 12.2. Mixtures of experts are balanced (a router's choice is not known); one expert gets
     `expert_imbalance` times its even share of the tokens.
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
@@ -99,7 +99,7 @@ def _running(gpu: FakeGpu) -> Iterator[None]:
 
 
 def _start(gpu: FakeGpu, undo: Undo) -> None:
-    """Make the card visible; a failure leaves what was done so far to the undo."""
+    """Make the card visible; after a failure the undo reverts the steps done so far."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # its first use imports modules that look for a real CUDA
     undo.enter(_torch_state_kept())
     if gpu.mode == "cuda":

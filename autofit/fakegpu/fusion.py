@@ -3,8 +3,8 @@
 Inside such a function the result of an elementwise operation takes no memory until an operation reads it that inductor
 does not fuse (a matrix product, attention, a sort), or the function returns it. What backward needs is computed again
 from the tensors in memory that it came from, unless it is smaller than these: a tensor at a time, where the min-cut
-partitioner decides for the whole graph. Reductions read what is not in memory, and their results are. An approximation:
-which kernels inductor makes, and in which order, is not known.
+partitioner decides for the whole graph. Reductions read from outside memory, and write to it. An approximation:
+inductor's kernels and their order are not known.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 FLOPs that torch's counter does not know, passes over an argument, and the pattern of reads and writes. A kernel without
 an entry has the FLOPs of torch's counter, reads each argument once and writes its output once. Operations that are
-several kernels on a card are not here: `Tracer.in_parts` runs their parts. Collectives are at the end: what they move,
+several kernels on a card are not here: `Tracer.in_parts` runs their parts. Collectives are at the end: the bytes moved,
 between how many cards, and who waits.
 """
 
@@ -191,7 +191,7 @@ def traffic(func: OpOverload, args: Sequence[object], out: object) -> Traffic:
 
 
 def _written(func: OpOverload, args: Sequence[object]) -> set[int]:
-    """The arguments that the operator writes to; a fused optimizer is said to write gradients, but only reads them."""
+    """The arguments that the operator writes to; a fused optimizer's schema adds gradients, which it only reads."""
     found: set[int] = set()
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":

@@ -362,7 +362,7 @@ class Shadows:
         return {aten.all.default: False, aten.any.default: True}.get(func)
 
     def _follow_count(self, func: OpOverload, source: FakeTensor, out: FakeTensor) -> None:
-        """Note the largest value of a count of an unknown mask, or of what was made of such counts."""
+        """Note the largest value of a count of an unknown mask, or of results of such counts."""
         if func in _COUNTS and source.dtype is torch.bool:
             most: int | None = source.numel() // max(out.numel(), 1)
         else:

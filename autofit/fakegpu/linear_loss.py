@@ -1,7 +1,7 @@
 """Losses of a causal model that hold few logits at a time: Liger's fused linear loss and Cut Cross-Entropy.
 
 Both are plain torch, so that they run anywhere and are counted on a simulated card; their gradients are those of the
-cross-entropy. What each holds is as its own kernels do:
+cross-entropy. Each holds the same bytes as its own kernels:
 
 - Liger (liger_kernel/ops/fused_linear_cross_entropy.py, 2026-08): a few tokens at a time, all words of them; gradients
   of the hidden states and of the head are made in the forward pass and kept to the backward one.

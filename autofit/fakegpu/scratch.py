@@ -1,7 +1,7 @@
 """Scratch memory of kernels: buffers that an operation takes and gives back, in addition to its outputs.
 
 One entry of `SCRATCH` for each operator that has some; each rule names the function of torch's source that it follows,
-and says what is held at the moment at which most is. `experiments/oracle/operators.md` compares them with torch's own
+and gives the bytes at the moment of their peak. `experiments/oracle/operators.md` compares them with torch's own
 dispatch.
 """
 
@@ -420,7 +420,7 @@ def _true_in(mask: torch.Tensor, self: torch.Tensor, values: torch.Tensor) -> in
 def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: object) -> Held:
     """isin_default_kernel_gpu in TensorCompare.cpp: each element against each of few tested ones, then any.
 
-    Against many, what is unique of both is sorted: an estimate.
+    Against many, the unique values of both are sorted: an estimate.
     """
     if tested.numel() >= 10 * elements.numel() ** 0.145:
         count = elements.numel() + tested.numel()
@@ -432,7 +432,7 @@ def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: obje
 def _multinomial(spec: GpuSpec, self: torch.Tensor, num_samples: int, replacement: bool = False, **_: object) -> Held:
     """multinomial in Distributions.cpp: without replacement, or of one sample, exponential noise of the whole size.
 
-    Least and largest of what was given are there too, two answers about them, and the noise's argmax or topk.
+    Least and largest input are there too, two answers about them, and the noise's argmax or topk.
     """
     if replacement and num_samples > 1:
         return ()

@@ -412,7 +412,7 @@ class Launch(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Host costs of eager PyTorch, and how much slower than measured the card's kernels are.
+    """Host costs of eager PyTorch, and the slowdown of the card's kernels against the measured ones.
 
     `launch_s` is a kernel that Python code launches, with its share of the modules' Python. Source: PyTorch's blog
     "Accelerating Generative AI with PyTorch II: GPT, Fast" (November 2023, A100 80GB) measured 25.5 tokens/s for the

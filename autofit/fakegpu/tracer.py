@@ -222,7 +222,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _masked_scatter_backward(self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The gradient of what was scattered: the rows of the mask, as many as there were, and zeros for the rest."""
+        """The gradient of the scattered rows: those of the mask, as many as there were, and zeros for the rest."""
         count = prod(sizes)
         rows = self._rows(mask, most=count)
         taken = grad.new_empty(rows.shape[0])
@@ -437,13 +437,13 @@ OF_A_TENSOR: dict[OpOverload, float] = {
 def charge_modules(
     clock: Clock, layers: LayerRecorder | None, launches: float, modules: Sequence[torch.nn.Module]
 ) -> None:
-    """Charge the host for going over modules, so many launches each. Inside of a layer they are that layer's alone."""
+    """Charge the host for going over modules, `launches` each. Inside of a layer they are that layer's alone."""
     deep = len(modules) if layers is None or layers.code() else sum(map(layers.growth_of_module, modules))
     _charge(clock, launches, len(modules), deep)
 
 
 def charge_tensors(clock: Clock, layers: LayerRecorder | None, launches: float, several: object) -> None:
-    """Charge the host for going over a list of tensors, so many launches each."""
+    """Charge the host for going over a list of tensors, `launches` each."""
     found = list(tensors(several))
     deep = len(found) if layers is None else sum(map(layers.growth_of_tensor, found))
     _charge(clock, launches, len(found), deep)

@@ -157,7 +157,7 @@ def check_early(
 ) -> None:  # fmt: skip
     """Raise ConfigError if the early check of `trainer` refuses `values`: the recipe less its launch.
 
-    What is refused of `changed` keys alone is told as that option's.
+    An error in `changed` keys alone is reported as that option's.
     """
     inspection = _inspection(values, device, changed, prompt_tokens, ranks)
     _check(source, values, trainer=trainer, inspection=inspection, changed=changed)
@@ -194,7 +194,7 @@ _MODEL = "model_name_or_path"
 def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
     """Meaning of a file of another tool, or a command, with `changes` in the tool's own keys.
 
-    `words` are the file's path, a command in one text, or its words. Raises ConfigError for what is of none of the
+    `words` are the file's path, a command in one text, or its words. Raises ConfigError for text of none of the
     tools, and for a change that the tool does not take.
     """
     found, source = read(words, changes, ranks=ranks)

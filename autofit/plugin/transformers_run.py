@@ -19,7 +19,7 @@ from autofit.recipe.secrets import masked
 class Spot(TrainerCallback):  # type: ignore[misc]
     """Remembers, between two optimizer steps, what the next step will change besides weights and optimizer.
 
-    A checkpoint is saved at the end of a step, so this is what a checkpoint of that moment would hold. Costs some
+    A checkpoint is saved at the end of a step, so this is the content of a checkpoint of that moment. Costs some
     microseconds a step.
     """
 
@@ -266,7 +266,7 @@ def _own_place(arguments: Any) -> Iterator[None]:
 
 
 class _Reporter(TrainerCallback):  # type: ignore[misc]
-    """Passes on what transformers says, and says back what the receiver wants."""
+    """Passes transformers' callbacks on, and the receiver's wishes back."""
 
     def __init__(self, report: Report, trainer: Any, *, evaluates: bool) -> None:
         self._report, self._evaluates = report, evaluates

@@ -153,7 +153,7 @@ _begun: list[ForkServer] = []  # by `begin`, and not taken yet
 def begin() -> None:
     """Start the server that `server_for` will give, so that it imports while this process imports its own modules.
 
-    Only for a command that may leave a server behind: what a test or a job runs starts one when it needs it.
+    Only for a command that may leave a server behind: a test or a job starts one when it needs it.
     """
     if kept_place.is_asked_for() and not _begun:
         folder = Scratch("begun-")
@@ -302,7 +302,7 @@ def _import_object_detection() -> None:
 def _leave_out_scipy() -> None:
     """Let datasets replace functions of scipy in the module that reads a file only where scipy was imported.
 
-    It imports scipy.io (0.2 s) for that in each process that reads a dataset; what was not imported has no name there.
+    It imports scipy.io (0.2 s) for that in each process that reads a dataset; a module not imported has no name there.
     """
     streaming = importlib.import_module("datasets.streaming")
     replaced = getattr(streaming, "patch_submodule", None)

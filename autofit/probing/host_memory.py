@@ -13,7 +13,7 @@ class HostMemory:
 
     `load_bytes` is what each of the `loading_ranks` of the machine's `ranks` holds while it loads its models, and
     `share_bytes` what each of the others takes of them meanwhile. While it trains each rank holds `kept_bytes` at its
-    peak (None is "not known"), `pinned_bytes` of them pinned. Rank 0 holds `save_bytes` more while it saves what is
+    peak (None is "not known"), `pinned_bytes` of them pinned. Rank 0 holds `save_bytes` more while it saves the state
     spread over the ranks: the model, then the optimizer's state.
     """
 

@@ -81,7 +81,7 @@ def _run_in_slots(request: ProbeRequest, cards: int) -> None:
 
 
 def _refuse_shared(request: ProbeRequest, slot_name: str) -> None:
-    """Put LOST in the place of what was measured on cards on which programs of others compute as well."""
+    """Put LOST in place of measurements on cards on which programs of others compute as well."""
     answer = ProbeResult.read(request.answer_path)
     measured = answer is not None and answer.status in (ProbeStatus.FIT, ProbeStatus.OOM)
     if request.device != "cuda" or not measured:

@@ -6,7 +6,7 @@ answered by {"ready": true}; nothing runs before the caller says "go", so a call
 itself, and never twice. After that the caller sends signals, a byte each, and the reply is {"code"} or {"signal"}.
 {"hold": true} keeps the server while the connection is open, {"ask": "status" or "stop"} is answered at once.
 
-It ends after some minutes without a request, or when a module that it has imported, or what is installed, has changed.
+It ends after some minutes without a request, or when a module that it has imported, or the environment, has changed.
 It never computes, opens no database and starts no CUDA, as a fork server.
 """
 
@@ -100,7 +100,7 @@ def is_here() -> bool:
 def run_there(argv: list[str]) -> int | None:
     """The exit code of the command `argv`, run by the kept server with this process' terminal, folder and environment.
 
-    None where no server took it, or it was killed before the command ended: then it is to be run here. A command that
+    None if no server took it, or it was killed before the command ended: then it is to be run here. A command that
     ended by a signal ends this process the same way.
     """
     path = kept_place.socket_path() if kept_place.is_allowed() else None

@@ -50,7 +50,7 @@ def prepare(
 ) -> Recipe:  # fmt: skip
     """The recipe that was `given`, with `changes` applied; writes the worst-case row to `folder`.
 
-    `launch` has what was said of the launch besides the recipe. On a simulated card `prompt_tokens` replaces the
+    `launch` has the options of the launch besides the recipe. On a simulated card `prompt_tokens` replaces the
     dataset: a synthetic prompt of that length is the worst case. A recipe that is only read (`trains` is False) needs
     no library of its launch. Raises ConfigError for a recipe that TRL would refuse.
     """

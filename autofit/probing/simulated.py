@@ -218,7 +218,7 @@ class SimMemory:
     def _repeated(self, run: Run) -> Run:
         """The run with the parts left out, and without the marks between stretches that are alike.
 
-        Where phases begin within each stretch, what was left out stays between two marks: its seconds are shared among
+        If phases begin within each stretch, the part left out stays between two marks: its seconds are shared among
         the phases as those of the stretch before it.
         """
         groups = self._left_out()

@@ -376,7 +376,7 @@ def _simulated(
 ) -> tuple[Run, Any]:
     """The run and its simulation; with all its micro-batches if those left out differ from the repeated ones.
 
-    With a `pattern` models have few layers, which are alike after so many; with None they have all.
+    With a `pattern` models have few layers, alike after this number of them; with None they have all.
     """
     from autofit.fakegpu.depth.expand import RoundsDifferError
 

@@ -61,7 +61,7 @@ _CHECKPOINTS = 5  # that are passed over, one after the other, as no rank can lo
 def run_ranks(folder: Path, launch: Launch, keep: Keep) -> ProcessEnding:
     """Train on the ranks of `launch` until their end; what ended them is in the folder of the run.
 
-    `keep` gets what is each rank's own in its environment. Returns the end of the rank that failed first; of rank 0
+    `keep` gets each rank's own part of its environment. Returns the end of the rank that failed first; of rank 0
     where none did.
     """
     forget_unloadable(folder)

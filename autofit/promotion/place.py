@@ -99,9 +99,9 @@ _LONGEST_SIGNAL_S = 600.0
 def training_device(
     studied: Device, asked: str, *, begun: Mapping[str, object] | None = None, executor: Executor = LOCAL
 ) -> Device:
-    """`cpu` or `cuda`: what was asked, what the run has `begun` on, or the device of the study, `studied`.
+    """`cpu` or `cuda`: the requested device, the one the run has `begun` on, or that of the study, `studied`.
 
-    Raises ConfigError where the study is of a card that this machine lacks and nobody said where to train. On Slurm
+    Raises ConfigError if the study is of a card that this machine lacks and no device was requested. On Slurm
     the job looks at the cards of its nodes.
     """
     if executor.is_cluster and "cuda" in (asked, studied) and asked != "cpu":

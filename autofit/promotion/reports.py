@@ -31,7 +31,7 @@ _RSS_EVERY_S = 0.5  # between two readings of the process' memory
 
 
 class RunRecorder(Report):
-    """Writes each logged step to progress.jsonl and what watchers say to events.jsonl; saves about once a minute."""
+    """Writes each logged step to progress.jsonl and the watchers' events to events.jsonl; saves about once a minute."""
 
     ranks = 1
 

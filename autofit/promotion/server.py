@@ -1,6 +1,6 @@
 """The vLLM server beside a training, as the job sees it, and its keeper, a process that starts it and ends all of it.
 
-A rescue may change what is served, and a server whose client was killed may wait for it for ever. The job and the
+A rescue may change the served model, and a server whose client was killed may wait for it for ever. The job and the
 keeper of its server speak by files in the run's folder, which all machines share. A training finds its server in its
 environment and nowhere on the disk, as a run that goes on later has another one. No torch here.
 """

@@ -136,7 +136,7 @@ def _gone(node: int, ranks: int) -> RanksEnded:
 
 
 def _merged(ended: Sequence[RanksEnded]) -> RanksEnded:
-    """The ends of the ranks of all machines. A rank that somebody killed failed before those that missed it."""
+    """The ends of the ranks of all machines. A killed rank counts as failed before those that missed it."""
     endings = tuple(ending for each in ended for ending in each.endings)
     failed = [each.first for each in ended if each.first is not None]
     killed = [rank for rank in failed if endings[rank].exit_code < 0 and not endings[rank].abandoned]

@@ -1,7 +1,7 @@
 """The stages of a pipeline: the known facts of each, and the model that one hands to the next.
 
 A stage is done where its run is: `final.json` in the folder of its promotion. The file of a pipeline only says which
-study and trial a stage is, and of which recipe, data, code and earlier runs: what its training depends on.
+study and trial a stage is, and its inputs: recipe, data, code and earlier runs.
 
 A folder with an adapter alone is no model to the next training: it has no config of an architecture, and a new adapter
 on top of it would be a second one. So the adapter's weights are added to the base model's, in the dtype in which the
@@ -84,7 +84,7 @@ class FinishedStage:
 
     @property
     def model(self) -> Path:
-        """The folder of what was trained: a model, or an adapter."""
+        """The folder of the result: a model, or an adapter."""
         return Path(str(self.final["output_dir"]))
 
 

@@ -77,7 +77,7 @@ def others() -> Mapping[str, Architecture]:
 def base_of(name: str) -> Architecture | None:
     """The model whose name and size stand in `name`: mistralai/Mistral-7B-v0.1 for someone/dolphin-2.1-mistral-7b.
 
-    Of several the one that says most of it. None where there is none, and for weights that are stored in another way.
+    Of several the one with most parts of the name. None if there is none, and for weights stored in another way.
     """
     asked = _parts(name.rpartition("/")[2])
     found = {key: _base_parts(key) for key in _all()}

@@ -103,7 +103,7 @@ class Launch:
         return self.ranks == 1 and self.sharding == "ddp"
 
     def changed_to(self, ranks: int, machines: int) -> dict[str, object]:
-        """{key: value} with which a file says so many ranks in place of this launch's; {} as it is."""
+        """{key: value} with which a file sets `ranks` in place of this launch's; {} if they are the same."""
         if ranks == self.ranks:
             return {}
         own = {} if machines == self.machines else {"launch.machines": machines}

@@ -290,7 +290,7 @@ def _read_json(found: _Reading) -> None:
 def _check_beside_json(found: _Reading, flags: Mapping[str, object]) -> None:
     """Raise ConfigError if the accelerate config repeats a setting of a DeepSpeed JSON, which accelerate refuses.
 
-    DeepSpeedPlugin is told of the keys in the config file only, not of flags.
+    DeepSpeedPlugin sees only the keys in the config file, not flags.
     """
     zero, own = found.config.get("deepspeed_config"), found.file.get("deepspeed_config") or {}
     if found.file.get("distributed_type") != "DEEPSPEED" or not (isinstance(zero, Mapping) and DEEPSPEED_JSON in zero):

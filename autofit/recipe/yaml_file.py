@@ -34,7 +34,7 @@ _PLAIN = {"str", "int", "float", "bool", "null", "seq", "map", "merge"}
 def read_yaml_mapping(path: Path, *, what: str) -> dict[str, object]:
     """The mapping in the YAML file `path`; `what` names it in the errors ("recipe", "search space").
 
-    Raises ConfigError for what is no regular file of at most 128 KiB, no YAML, or holds anything but plain values
+    Raises ConfigError for anything but a regular file of at most 128 KiB, in YAML, of plain values alone
     (text, numbers, true, false, null, lists, mappings).
     """
     if what in ("recipe", "file") and path.suffix in (".py", ".ipynb"):

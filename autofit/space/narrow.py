@@ -253,7 +253,7 @@ class Launches:
         return any(knob.name == SERVER_RANKS for knob in self.knobs)
 
     def ranks(self, server_ranks: Value) -> int:
-        """Ranks that train beside so many of a server."""
+        """Ranks that train beside a server with this number of cards."""
         return self.own.cards - cast(int, server_ranks)
 
     def possible(self, place: int, values: tuple[Value, ...], before: Mapping[str, Value]) -> tuple[Value, ...]:

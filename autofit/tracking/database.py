@@ -50,7 +50,7 @@ _to_stderr = functools.partial(print, file=sys.stderr, flush=True)
 
 
 def make_whole(folder: Path, *, say: Callable[[str], None] = _to_stderr) -> bool:
-    """Make MLflow's database of `folder` usable. True if a broken one was set aside, which `say` is told.
+    """Make MLflow's database of `folder` usable. True if a broken one was set aside, which `say` reports.
 
     A database that the user names with MLFLOW_TRACKING_URI is left as it is. Raises EnvironmentFault if it cannot be
     opened, or a newer MLflow wrote it.

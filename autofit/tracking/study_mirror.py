@@ -510,7 +510,7 @@ def follow_run(request_path: Path) -> None:
 
 
 def _until_told(look: Callable[[bool], None], *, every_s: float, rest: float) -> None:
-    """Call `look` every so many seconds, after `rest` times as long as it took, and a last time with True."""
+    """Call `look` every `every_s`, or `rest` times its duration if longer, and a last time with True."""
     told = told_to_end()
     os.nice(19)  # gives way to the probe, which is being timed, or to the training
     ended, took_s = False, 0.0

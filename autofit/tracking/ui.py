@@ -182,7 +182,7 @@ def _columns(trials: Sequence[Trial], resolved: Mapping[str, object]) -> list[st
 
 
 def _width(column: str) -> int:
-    """Pixels of a column: its whole name, except the long names of knobs, of which three fit on a screen."""
+    """Pixels of a column: its whole name, except the long names of knobs, three of them on a screen."""
     return min(150 if column.startswith("params") else 250, max(90, 34 + 8 * len(column.split("`")[1])))
 
 

@@ -7,7 +7,7 @@ The rule of equals, over (seconds of a step, device-used bytes) of the candidate
 2. Of those that are then at most `EQUAL_FRAC` slower than the fastest, the leanest wins, if it needs at least
    `LEANER_FRAC` less memory; between two that are about as lean, the faster.
 3. One that changes the training (a tier below neutral) gives way to the one with the fewest of its changes that is at
-   most `EQUAL_FRAC` slower and about as lean: what it changes besides must gain more than that.
+   most `EQUAL_FRAC` slower and about as lean: its further changes must gain more than that.
 
 `EDGE_FRAC` follows from the stated error of predicted bytes: reserved bytes of 65 measured rows were at most 6.2 %
 above the prediction (experiments/accuracy/table.md), and 5 % of the limit is 7 % of a target with its headroom of 2 %.

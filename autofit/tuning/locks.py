@@ -1,6 +1,6 @@
 """Locks of files, one process at a time of all that see the folder; who holds a SQLite database, and one born whole.
 
-Where locks do not hold, it is said. A database is made in a file beside its path, which one rename puts in place; the
+It warns where locks do not hold. A database is made in a file beside its path, which one rename puts in place; the
 caller holds a lock meanwhile, so that two processes never make the same one."""
 
 import contextlib

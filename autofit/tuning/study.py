@@ -39,7 +39,7 @@ from autofit.tuning.storage import (
 
 
 class SoleWriter(_CachedStorage):
-    """The cache that Optuna puts before a database; within `alone` it reads only what was written through it.
+    """The cache that Optuna puts before a database; within `alone` it reads only data written through it.
 
     Optuna reads each unfinished trial anew at each look, and a search with N probes in flight looks several times a
     trial: what this process, the only writer, did not write since its last look is not read again.

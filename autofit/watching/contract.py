@@ -1,7 +1,7 @@
 """The contract of a full run: its promise beside its figures, whether it is kept, and the protocol of watchers.
 
 A probe trains on the longest sample, so its seconds and bytes are those of the slowest and largest step: a run whose
-samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed what was promised
+samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed the promised ones
 by more than the stated noise: two standard deviations of the difference of two probes (autofit/tuning/comparison.py)
 where they were measured, the upper end of the 90 % interval where they were predicted. Bytes must stay under the limit.
 """

@@ -290,7 +290,7 @@ class CardPeak:
         self._most_outside, self._asked_at = 0, -_EVERY_S
 
     def bytes_at(self, peak_reserved_bytes: int) -> int:
-        """Device-used bytes at a peak of so many reserved ones; the bytes outside are at most a second old."""
+        """Device-used bytes at a peak of `peak_reserved_bytes`; the bytes outside are at most a second old."""
         now = time.monotonic()
         if now - self._asked_at >= _EVERY_S:
             self._most_outside, self._asked_at = max(self._most_outside, self._ask()), now

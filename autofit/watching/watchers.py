@@ -1,6 +1,6 @@
 """The watchers of a full run, for a promoted run and for a callback in a script, and the summary of its start.
 
-That of its reward functions is here too: their seconds, what they return, and one clear reason where they fail.
+That of its reward functions is here too: their seconds, their results, and one clear reason where they fail.
 """
 
 import functools

@@ -59,7 +59,7 @@ def allowed(
     """`values` as far as a stranger's may go. `model` is the folder of a pasted config, in place of the named model.
 
     Settings of the list for the `trainer` alone are allowed too. `known` are the keys that it takes; the name of any
-    other goes on without its value, for the trainer to say what it is called. Raises ConfigError for a model, a file or
+    other goes on without its value, for the trainer to suggest its real name. Raises ConfigError for a model, a file or
     a value that cannot be simulated here.
     """
     taken, found, notes, left = frozenset(known), dict[str, object](), list[str](), list[str]()

@@ -1,6 +1,6 @@
 """The answer to one question, in a process of its own that the page's server ends after its time.
 
-It tells what it finds, a JSON object a line, in a file that the server reads meanwhile: plain values, with the words
+It writes its findings, a JSON object a line, to a file that the server reads meanwhile: plain values, with the words
 that the commands print.
 """
 
@@ -299,7 +299,7 @@ def _allowed(given: Mapping[str, object], trainer: str, question: Question, fold
 def _tokens(trainer: str, values: Mapping[str, object]) -> int | None:
     """Tokens of the longest prompt or sample, by default: as many as the recipe keeps of a sample.
 
-    None where it has the length of its prompts itself, as an older TRL's recipe may.
+    None if it has the length of its prompts itself, as an older TRL's recipe may.
     """
     most = values.get("max_length")
     if profile(trainer).generates:

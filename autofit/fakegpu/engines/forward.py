@@ -1,6 +1,6 @@
 """Seconds of one forward pass of an engine, from the kernels that it launches, at any number of tokens.
 
-Products and attention take what was measured on the card. vLLM compiles what is between them into one kernel each:
+Products and attention take the seconds measured on the card. vLLM compiles each part between them into one kernel:
 a sum with a norm, rotary embedding with the norms of queries and keys, and the activation of the MLP; the cache is
 written by a kernel of its own (vllm/compilation, RMSNorm and SiluAndMul of vllm/model_executor/layers).
 """
@@ -332,7 +332,7 @@ class PagedBatching:
 
     # ------------------------------------------------------------------ memory
     def cache_bytes(self, held: Floats | float) -> Floats:
-        """Bytes that the cache and its tensors may take if torch holds `held` bytes, all of which are taken."""
+        """Bytes that the cache and its tensors may take, and do, if torch holds `held` bytes."""
         return np.asarray(self.share * np.maximum(0.0, self.spec.capacity_bytes - np.asarray(held, float)))
 
     def cache_tokens(self, held: float, sequences: int) -> int:

@@ -91,7 +91,7 @@ class _Play:
         return self.stretches, self.preempted
 
     def _blocks(self, which: Ints, tokens: Ints) -> Ints:
-        """Blocks that each sequence has for itself with so many tokens."""
+        """Blocks that each sequence has for itself with this number of tokens."""
         return np.asarray(np.maximum(0, -(-tokens // self.limits.block) - self.shared[which]))
 
     def _held(self) -> int:

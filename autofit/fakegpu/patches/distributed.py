@@ -127,7 +127,7 @@ class _RankValues:
 
 
 def waits_for_collectives(gpu: FakeGpu) -> Iterable[Target]:
-    """A wait for an asynchronous collective is one for all of them so far, of which it is mostly the last."""
+    """A wait for an asynchronous collective is one for all of them so far; it is mostly the last."""
     if not torch.distributed.is_available():
         return
     from torch._C._distributed_c10d import FakeWork, Work

@@ -63,7 +63,7 @@ class CudaGuard:
                 slot.value = value
 
     def _prepare(self) -> list[tuple[int, int]]:
-        """(address, value) pairs to write; all of them are looked up and checked, and what was there is in place."""
+        """(address, value) pairs to write; all of them are looked up and checked, and the old values are in place."""
         if sys.platform != "linux":
             raise GuardUnavailableError(f"the CUDA guard knows Linux, not {sys.platform}")
         try:

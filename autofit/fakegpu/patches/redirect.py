@@ -1,4 +1,4 @@
-"""Let a name of torch or of another package mean the simulated card inside a block, for whoever holds the name.
+"""Let a name of torch or of another package mean the simulated card inside a block, for every holder of the name.
 
 Setting an attribute is not enough: `from torch.cuda import is_available` keeps the function, not the attribute, and a
 module imported inside the block would keep the replacement after it. So a Python function stays the object that it is,

@@ -105,7 +105,7 @@ def vision_towers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 class _Recording:
     """An operator on one window: its allocations and frees in order, its cost, and its outputs that stay.
 
-    An output is a tensor of the same size, and its allocation; None where it is not on the card.
+    An output is a tensor of the same size, and its allocation; None if it is off the card.
     """
 
     events: Sequence[Event]

@@ -274,7 +274,7 @@ def _nvls_bytes(spec: GpuSpec, ranks: int) -> int:
 
 
 def nccl_note(spec: GpuSpec, ranks: int) -> str:
-    """One sentence on what was counted."""
+    """One sentence on the counted buffers of NCCL."""
     nvls = _nvls_bytes(spec, ranks)
     told = f"NCCL's buffers were counted with {(nccl_bytes(spec, ranks) - nvls) // MIB} MiB a group of ranks, observed"
     return told + (

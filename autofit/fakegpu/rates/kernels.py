@@ -362,7 +362,7 @@ def family(name: str, shapes: Sequence[Shape]) -> Family:
 
 
 def places(name: str) -> tuple[Place | None, ...]:
-    """Places of the sizes of which a product's or attention's seconds are a function; None is 1.
+    """Places of the sizes that determine a product's or attention's seconds; None is 1.
 
     Batch, m, n, k of a product; batch, heads, key heads, queries, keys and head size of attention.
     """
