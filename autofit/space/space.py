@@ -421,7 +421,7 @@ class Space:
 
     @cached_property
     def tiers(self) -> dict[Candidate, Tier]:
-        """{allowed candidate: its tier}, baseline first, which is always valid; cached."""
+        """{allowed candidate: its tier}, baseline first, which is always included; cached."""
         allowed: dict[Candidate, Tier] = {self.baseline: "neutral"}
         return allowed | {c: TIERS[tier] for c, tier in self._tiered(self.allow)}
 

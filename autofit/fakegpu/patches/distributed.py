@@ -313,7 +313,7 @@ def _computed_in(stream: FakeStream, nodes: list[Any]) -> None:
 
 
 def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Reject a flat parameter of several layers, and one of frozen weights in units of two layers, for expansion."""
+    """Make the expansion refuse a flat parameter of several layers; one of frozen weights needs units of two layers."""
     owner, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
     if gpu.layers is not None:
         yield owner, "__init__", _refusing(gpu.layers, untouched(owner.__init__)), _WHY

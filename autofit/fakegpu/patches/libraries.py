@@ -301,7 +301,7 @@ def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def trl_loss_kernels(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Note that TRL before 1.16 imports its Triton kernels unconditionally, so that imitating them needs Triton."""
+    """Note a TRL before 1.16 if Triton is missing: it imports its kernels unconditionally, so they stay unimitated."""
     has_kernels = hasattr(module, "_supports_trl_loss_kernel")  # of TRL 1.14 on
     if find_spec("triton") is None and has_kernels and not hasattr(module, "_use_triton"):
         gpu.note(
