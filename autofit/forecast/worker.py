@@ -83,7 +83,7 @@ class Point:
 class Seen:
     """Peak live bytes of each phase of a traced training, and seconds of its second step after the rollout.
 
-    `update_s` is None where the layers do not repeat: then no clock ran.
+    `update_s` is None if the layers do not repeat: then no clock ran.
     """
 
     peaks: dict[str, int]

@@ -366,7 +366,7 @@ def told_ranks(words: Sequence[str], shared: Mapping[str, object], variables: Ma
     """Ranks by a launcher's options, its config or the environment: (those of a machine, machines), or (all, 1).
 
     The options are among `words`, `shared` is the accelerate config, and `variables` has NPROC_PER_NODE and NNODES
-    where the program reads them. None where none of these says it.
+    if the program reads them. None if all of these leave it open.
     """
     said = dict(options(words))
     if "include" in said:  # deepspeed's `--include localhost:0,1`
