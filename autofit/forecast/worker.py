@@ -438,7 +438,7 @@ class Structure:
         return min([usual, *others], key=self._coincides)
 
     def _is_within(self, micro: int) -> bool:
-        """True if `micro` samples have at most the tokens of one tile of the loss."""
+        """Whether so many samples have no more tokens than one tile of the loss."""
         return self.tile_tokens is None or micro * self._sample_tokens <= self.tile_tokens
 
     def _coincides(self, micro: int) -> bool:

@@ -330,7 +330,7 @@ class Draft:
             self.put(name, int(found) if whole and found is not None else given if found is None else found)
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Raise ConfigError for the keys of `reasons` that the file turns on: the reason of each is one sentence."""
+        """Raise ConfigError for those of these keys that the file turns on: the reason of each is one sentence."""
         if refused := [f"{key}: {reason}" for key, reason in reasons.items() if self.says(key)]:
             raise ConfigError("; ".join(refused))
 

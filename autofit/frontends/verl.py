@@ -263,7 +263,7 @@ def bare_keys(text: str) -> tuple[str, ...]:
 def likely_overrides(text: str) -> dict[str, object]:
     """The values of uncertain overrides, as they would be if conditions that set a variable held.
 
-    The first value stands where several conditions set one, None where it comes from a command. Of a model in a folder
+    The first value stands where several conditions set one, None if it comes from a command. Of a model in a folder
     that the environment names, the last part of the path stands. A training that itself hangs on a condition is left
     out, unless all do: then the first is taken.
     """
