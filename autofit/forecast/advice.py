@@ -274,7 +274,7 @@ class _Search:
         return self._expected(self.levers.strongest(names)) <= self.trier.room_bytes
 
     def _is_open(self, names: frozenset[str]) -> bool:
-        """True if these settings may suffice as far as known, and no smaller set does."""
+        """True if it is still open whether these settings suffice, and no smaller set does."""
         if any(f <= names for f in self.found) or any(names <= b for b in self.beaten):
             return False
         if any(b <= names for b in self.broken):
