@@ -320,7 +320,7 @@ def _delete_ownerless(folder: Path) -> None:
 
 
 def _opened(path: Path) -> IO[str]:
-    """The file for its lock; OSError if it is missing: the folder is another kind."""
+    """The file for its lock; OSError if it is missing: the folder is not a scratch folder."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
 
 

@@ -344,7 +344,7 @@ class _Driver:
         return self.about.state
 
     def planned(self, chosen: Collection[str], *, restart: bool) -> tuple[StageResult, ...]:
-        """Outcome of a run for each stage, as planned."""
+        """The plan of a run, as a result for each stage."""
         found = []
         for stage in self.about.pipeline.stages:
             text = self.about.next(stage, restart=restart) if stage.name in chosen else "left alone"

@@ -370,7 +370,7 @@ class Cluster(Protocol):
         ...
 
     def nodes_of(self, partition: str | None) -> frozenset[str]:
-        """The names of the nodes of the partition, by default of the default one; empty if unknown."""
+        """The names of the nodes of the partition (None: the default one); empty if unknown."""
         ...
 
     def is_out_of_memory(self, said: str) -> bool:

@@ -114,7 +114,7 @@ _KNOWN_LIMITS_S: dict[str | None, float] = {}
 
 
 def nodes_of(partition: str | None) -> frozenset[str]:
-    """The names of the nodes of the partition, by default of the default one; empty if Slurm is silent."""
+    """The names of the nodes of the partition (None: the default one); empty if Slurm is silent."""
     return frozenset(_of_partition(partition, "%N", "--Node"))
 
 

@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Top(_Parser):
-    """The parser above the commands: its help has them by task. Arguments that a command leaves over are its errors."""
+    """The parser above the commands: its help has them by task. It reports arguments that a command leaves over."""
 
     _command: _Parser | None = None  # the one that was given
 

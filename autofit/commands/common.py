@@ -78,7 +78,7 @@ def stranger_in(packages: Path) -> str | None:
 
 
 def hears(event: "Event") -> None:
-    """Print an event; after an interrupt the rest of the work is stopped silently."""
+    """Print an event; one of an interrupt makes later interrupts ignored, while the work stops."""
     if event.interrupted:
         ignore_interrupts()
     said = str(event)
@@ -86,7 +86,7 @@ def hears(event: "Event") -> None:
 
 
 def streams(event: "Event") -> None:
-    """Print an event as a JSON object on a line of stdout; after an interrupt the rest is stopped silently."""
+    """Print an event as a JSON object on a line of stdout; after an interrupt, later ones are ignored."""
     if event.interrupted:
         ignore_interrupts()
     if event.trial is not None:
@@ -271,7 +271,7 @@ class _Again:
 
 
 def ignore_interrupts() -> None:
-    """Let what was interrupted stop its work in peace."""
+    """Ignore further interrupts, while interrupted work stops."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

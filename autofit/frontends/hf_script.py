@@ -78,7 +78,7 @@ def _defaults(program: str, folder: Path, given: Mapping[str, object]) -> dict[s
 
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
-    """Start of the training, its stand-in, and the effective batch by transformers' defaults."""
+    """The start command, the trainer that stands for it, and the effective batch by transformers' defaults."""
     command, place = next(started(text))
     found = of_script(text, folder=folder, ranks=ranks)
     first = (
@@ -89,7 +89,7 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{argument: value} of `changes`. Raises ConfigError for one that the script is unknown to take."""
+    """{argument: value} of `changes`. Raises ConfigError for one that the script may not take."""
     return said(foreign, changes, {})
 
 

@@ -46,7 +46,7 @@ _LEAST = 2  # own keys, so that one misspelt key of a recipe does not make it an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool: the keys that its files have, at least one of them, and more that are its own."""
+    """A tool: keys of which each of its files has at least one, and more that are its own."""
 
     name: str
     needs: tuple[str, ...]

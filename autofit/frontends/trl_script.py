@@ -181,7 +181,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
 
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
-    """Start of the training, TRL's trainer, and the effective batch by transformers' defaults."""
+    """The start command, TRL's trainer, and the effective batch by transformers' defaults."""
     found = training(text, folder=folder, ranks=ranks)
     ranks = found.ranks
     told = {} if ranks is None else {"num_processes": ranks}

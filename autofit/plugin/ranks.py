@@ -127,7 +127,7 @@ def rank_environment(launch: Launch, *, rank: int, port: int, device: str, addre
 
 @contextmanager
 def as_rank(launch: Launch, *, rank: int, port: int, device: str, address: str = LOOPBACK) -> Iterator[None]:
-    """Context in which this process trains as `rank` of `launch`; empty for a launch of one plain rank.
+    """Context in which this process trains as `rank` of `launch`; a no-op for a launch of one plain rank.
 
     `device` is `cpu` (gloo) or `cuda` (NCCL, the card number LOCAL_RANK of the visible ones). The process group ends
     with the context, unless an error leaves it: then the other ranks may never reach the end.

@@ -107,11 +107,11 @@ class Pool:
         write_json(self.home / "begun" / job, {"node": own_node(), "pid": os.getpid()})
 
     def close(self, job: str) -> None:
-        """Note that the job takes its last probe."""
+        """Note that the job has stopped taking probes."""
         (self.home / "closed" / job).touch()
 
     def closed(self) -> set[str]:
-        """The jobs that refuse further probes."""
+        """The jobs that have stopped taking probes."""
         return set(_names(self.home / "closed"))
 
     def node_of(self, job: str) -> str:

@@ -88,7 +88,7 @@ def set_aside(names: tuple[str, ...], pid: int) -> None:
 
 
 def _usable(names: tuple[str, ...], count: int, folder: Path) -> tuple[str, ...]:
-    """The subset of `names` still in use. Raises NoSlot for fewer than `count`."""
+    """The subset of `names` that may be taken. Raises NoSlot for fewer than `count`."""
     notes = {name: read_json(folder / f"{name}{_HANGS}") for name in names}
     hung = {name: note["pid"] for name, note in notes.items() if note is not None and lives(note)}
     if len(names) - len(hung) >= count:

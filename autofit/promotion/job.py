@@ -1,4 +1,4 @@
-"""The job that submitit runs for a promoted trial: its ranks, on its own slots, and their rescue. Errors are kept."""
+"""The job that submitit runs for a promoted trial: its ranks, on its own slots, and their rescue. Never raises."""
 
 import os
 import signal

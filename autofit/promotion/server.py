@@ -75,7 +75,7 @@ class Post:
         return None if found is None else str(found["url"])
 
     def ended(self, reason: str) -> None:
-        """Note that the server ended by itself, or failed to start."""
+        """Note that the server ended by itself, or failed to answer."""
         write_json(self._path("ended"), {"reason": reason})
 
     def why_ended(self) -> str | None:

@@ -122,7 +122,7 @@ def _wrapped(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _loading(asked: StatedLaunch) -> Iterator[Finding]:
-    """Host memory into which each rank loads, and the cards."""
+    """Weights that each rank loads into host memory, and the cards onto which it does."""
     launch, weights = asked.launch, asked.recipe.weights_bytes
     each = max(1, launch.ranks // launch.machines)
     given = asked.value("model_init_kwargs")

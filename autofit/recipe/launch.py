@@ -375,7 +375,7 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
 
 
 def shipped_with_trl() -> dict[str, Path]:
-    """{name: file} of the accelerate configs that the installed TRL ships, found before any import of TRL."""
+    """{name: file} of the accelerate configs that the installed TRL ships, found without importing it."""
     spec = find_spec("trl")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return {path.stem: path for folder in folders for path in (Path(folder) / "accelerate_configs").glob("*.yaml")}

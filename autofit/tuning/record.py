@@ -139,7 +139,7 @@ def record_of(study: Attributed) -> StudyRecord:
 
 
 def sealed_file(origin: Mapping[str, object]) -> dict[str, object]:
-    """The file of another tool that a recipe was, as a study keeps it: the secrets in its text are removed."""
+    """The file of another tool that a recipe was, as a study keeps it: with the secrets in its text sealed."""
     return {**origin, "text": sealed_text(str(origin["text"]))} if "text" in origin else {**origin}
 
 

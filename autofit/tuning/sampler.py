@@ -32,7 +32,7 @@ _SAMPLE = 200  # candidates among which `halving` looks for the one that rules o
 
 
 class CandidateSampler(BaseSampler):
-    """Base of all samplers here: baseline first, whole candidates only, each at most once, and those that may fit.
+    """Base of all samplers here: baseline first, whole candidates only, each once, less those that an OOM rules out.
 
     A lower tier is proposed only where no candidate of a higher one is left, or none may fit; unless the goal is the
     fastest at any tier.

@@ -184,7 +184,7 @@ def repeat_words(trial: Trial) -> str:
 
 
 def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
-    """Outcome of the winner's confirmation, with figures, and the finalists that failed before it; "" if none did."""
+    """Outcome of the winner's confirmation, its figures, and finalists that failed before it; "" without finalists."""
     best = winner(trials, **rule)
     parts = [_how_it_fell(t) for t in trials if _had_its_chance(t) and t is not best]
     if best is not None:

@@ -218,7 +218,7 @@ def _to_keep(database: Database) -> str:
 
 
 def _bare(url: "URL", user: str | None) -> str:
-    """`url` as text, with `user` and less its password."""
+    """`url` as text, with `user`, and its password removed."""
     return type(url).create("postgresql", user, None, url.host, url.port, url.database, url.query).render_as_string()
 
 

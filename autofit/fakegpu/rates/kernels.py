@@ -96,7 +96,7 @@ class Waves:
         )  # fmt: skip
 
     def cache_factor(self, nbytes: Floats) -> Floats:
-        """Factor by which a kernel reads and writes `nbytes` faster than from memory, if it finds them in the cache."""
+        """Speed at which a kernel reads and writes `nbytes` that it finds in the cache, over that from memory."""
         beyond = self.cache_power * np.log(np.maximum(nbytes, 1.0) / self.cache_bytes)
         return 1.0 + self.cache_gain / (1.0 + np.exp(np.minimum(beyond, 50.0)))
 
@@ -440,7 +440,7 @@ class KernelSeconds:
 
     @property
     def cached_factor(self) -> float:
-        """Factor by which the fewest bytes are moved faster than from memory."""
+        """Speed of moving the fewest bytes, over that from memory."""
         return float(self.rates.gemms.waves.cache_factor(np.array(0.0)))
 
     def measured(
