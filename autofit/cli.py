@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let Python's end not fail on what could not be written."""
+    """Discard unwritable output, so that Python's end succeeds."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -80,7 +80,7 @@ def _check_working_folder() -> None:
 
 
 def _open_missing_streams() -> None:
-    """Open what this process was started without (`>&-`): the next file to be opened would take its place."""
+    """Open the streams that this process was started without (`>&-`): the next opened file would take their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (as long as the process lives)

@@ -10,9 +10,9 @@ _MARKED = re.compile("\x02([a-z_-]+)=(.*?)\x03")  # an option in the text of an 
 
 
 class AutofitError(Exception):
-    """Base of all errors that autofit reports in one line with exit code 2, without a traceback.
+    """Base of all errors that autofit reports in one line with exit code 2, in place of a traceback.
 
-    Its text names options by `option(...)`, and whoever reads it chooses the words for them.
+    Its text names options by `option(...)`, and its reader chooses the words for them.
     """
 
     named: "Callable[[Option], str] | None" = None  # an option in `str`; None: as the command line has it
@@ -24,7 +24,7 @@ class AutofitError(Exception):
         return f"{type(self).__name__}({str(self)!r})"
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython and notebooks show, as the command line does."""
+        """Text in IPython and notebooks, the same as on the command line."""
         return [f"{type(self).__name__}: {self}"]
 
     @property
@@ -63,7 +63,7 @@ def told(text: str, named: Callable[[Option], str]) -> str:
 
 
 class ConfigError(AutofitError, ValueError):
-    """The user's input (recipe, space, option, path) cannot be used as it is."""
+    """The user's input (recipe, space, option, path) is unusable as it is."""
 
     def put(self, text: str) -> Self:
         """The same error in other words."""
@@ -75,7 +75,7 @@ class ConfigError(AutofitError, ValueError):
 
 
 class UnknownKeyError(ConfigError):
-    """A key is none that is taken there. `keys` are those of a file, where the one who raises it knows them."""
+    """A key is unknown there. `keys` are those of a file, if the raiser knows them."""
 
     keys: tuple[str, ...] = ()
 
@@ -86,7 +86,7 @@ class UnknownKeyError(ConfigError):
 
 
 class Cancelled(AutofitError):
-    """What was asked for was cancelled before it answered."""
+    """The request was cancelled before its answer."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -97,7 +97,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EnvironmentFault(AutofitError):
-    """A fault of the machine: no space left, a database that cannot be read, a process that died."""
+    """A fault of the machine: a full disk, an unreadable database, a process that died."""
 
 
 def at_least_one(name: str, value: object) -> None:
@@ -125,7 +125,7 @@ def printable(text: str, most: int) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with its control characters, but for white space, as escapes: none moves a terminal's cursor."""
+    """`text` with its control characters, but for white space, as escapes, so that a terminal's cursor stays put."""
     return "".join(c if c.isprintable() or c.isspace() else f"\\x{ord(c):02x}" for c in text)
 
 

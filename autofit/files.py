@@ -1,4 +1,4 @@
-"""Files in place at once, whole or not at all; folders that nobody else may change; and temporary folders.
+"""Files put in place atomically; folders that only this user may change; and temporary folders.
 
 A temporary folder holds a locked file as long as its process, or a fork of it, lives; one whose lock is free has no
 owner, and the next process that makes such a folder deletes it: a killed process leaves nothing behind for ever.
@@ -28,14 +28,14 @@ _WARNING = re.compile(r"\S+:\d+: \w*Warning: ")  # of Python; the next line is i
 
 
 class TornFile(EnvironmentFault, ValueError):
-    """A file of autofit's own is not as autofit writes it: torn by the disk, or changed by somebody."""
+    """The content of a file of autofit's own is corrupt: torn by the disk, or changed by another program."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} must hold a JSON object and does not: delete it and run the same command again")
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is neither blank nor a warning; "" without one, or where it cannot be read."""
+    """The last line of a log, leaving out blank ones and warnings; "" if there is none, or it is unreadable."""
     try:
         said = log.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
     except OSError:
@@ -46,9 +46,9 @@ def last_line(log: Path) -> str:
 
 
 def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") -> tuple[bytes, os.stat_result]:
-    """(content, status) of a regular file of at most `most` bytes; opened without waiting, as a pipe would have it.
+    """(content, status) of a regular file of at most `most` bytes; the open call returns at once, even for a pipe.
 
-    Raises ConfigError for a folder, a pipe, a device or a larger file, of which nothing is read; OSError as `open`.
+    Raises ConfigError for a folder, a pipe, a device or a larger file, all unread; OSError as `open`.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
@@ -64,7 +64,7 @@ def regular_bytes(path: Path, *, most: int | None = None, what: str = "a file") 
 
 
 def kind_of(mode: int) -> str:
-    """What has this mode, in words."""
+    """Kind of file with this mode, in words."""
     kinds = ((stat.S_ISREG, "a file"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"))
     return next((name for test, name in (*kinds, (stat.S_ISSOCK, "a socket")) if test(mode)), "a device")
 
@@ -75,7 +75,7 @@ def cache_folder() -> Path:
 
 
 def stamp(path: str | Path) -> tuple[int, int] | None:
-    """Bytes of a file, and when it was changed (ns): others once it is written. None where it cannot be looked at."""
+    """Bytes of a file, and its time of change (ns): others once it is written. None if it is unreadable."""
     try:
         found = os.stat(path)
     except OSError:
@@ -106,7 +106,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    with contextlib.suppress(OSError):  # that is told where the file is written
+    with contextlib.suppress(OSError):  # the write of the file reports it
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             raise EnvironmentFault(
@@ -116,12 +116,12 @@ def _check_replaceable(path: Path) -> None:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the file system of `folder` has less than 1 MB free, so that a failed write there means a full disk."""
+    """True if the file system of `folder` has less than 1 MB free, so that a failed write there means a full disk."""
     return shutil.disk_usage(folder).free < 10**6
 
 
 def cannot_write(path: Path, error: OSError) -> EnvironmentFault:
-    """The error of a `path` that could not be written: the reason, and the change that helps."""
+    """The error of a failed write to `path`: the reason, and the change that helps."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         left = "no space left" if error.errno == errno.ENOSPC else "your disk quota leaves no space"  # df shows some
         return EnvironmentFault(f"{left} to write {path}; free some space or choose another folder ({option('dir')})")
@@ -138,7 +138,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """The JSON object in `path`, or None if the file does not exist. Raises TornFile for anything else there."""
+    """The JSON object in `path`, if the file exists. Raises TornFile for anything else there."""
     try:
         content = json.loads(regular_bytes(path)[0].decode("utf-8"))
     except FileNotFoundError:
@@ -161,7 +161,7 @@ _ACL = "system.posix_acl_access"  # extended attribute of a file whose mode is n
 
 
 def other_writers(path: Path) -> str:
-    """Who else may write to `path`, in words that follow its name; "" where only this user, and root, may.
+    """Others who may write to `path`, in words that follow its name; "" if only this user, and root, may.
 
     A group that has no other member counts as the user.
     """
@@ -183,7 +183,7 @@ def make_own(folder: Path) -> None:
 
 
 def private_folder(folder: Path) -> Path:
-    """`folder`, made if missing; nobody but this user can enter it from now on. Another user's is left as it is."""
+    """`folder`, made if missing; only this user can enter it from now on. Another user's is left as it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -193,9 +193,9 @@ def private_folder(folder: Path) -> Path:
 
 
 def check_is_own(folder: Path, *, say: Callable[[str], None]) -> None:
-    """Make `folder` for this user alone, or see that nobody else may write to it: jobs run code that lies there.
+    """Make `folder` for this user alone, or check that only this user may write to it: jobs run code that lies there.
 
-    Raises ConfigError where others may. Root is told by `say` whose it is: in a container that is often the user.
+    Raises ConfigError if others may. For root `say` names the owner instead: in a container that is often the user.
     """
     make_own(folder)
     who = other_writers(folder)
@@ -213,7 +213,7 @@ def check_is_own(folder: Path, *, say: Callable[[str], None]) -> None:
 
 
 def user_name(number: int) -> str:
-    """The name of a user, or the number of one without."""
+    """The name of a user; a number if unnamed."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
@@ -221,7 +221,7 @@ def user_name(number: int) -> str:
 
 
 def group_name(number: int) -> str:
-    """The name of a group, or the number of one without."""
+    """The name of a group; its number if unnamed."""
     try:
         return grp.getgrgid(number).gr_name
     except KeyError:
@@ -229,7 +229,7 @@ def group_name(number: int) -> str:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether the group is this user's alone: of the same name, as most systems make one for each user."""
+    """True if the group is this user's alone: of the same name, as most systems make one for each user."""
     try:
         group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -260,7 +260,7 @@ class Scratch:
         self._lock = _locked(self.path)
 
     def close(self) -> None:
-        """Delete the folder and what is in it."""
+        """Delete the folder and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -284,7 +284,7 @@ def claim(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Delete `folder`, claimed or not, and what is in it."""
+    """Delete `folder`, claimed or unclaimed, and its content."""
     folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     lock = _claimed.pop(folder, None)
@@ -320,7 +320,7 @@ def _delete_ownerless(folder: Path) -> None:
 
 
 def _opened(path: Path) -> IO[str]:
-    """The file for its lock; OSError where there is none: the folder is no scratch folder."""
+    """The file for its lock; OSError if it is missing: the folder is not a scratch folder."""
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+")
 
 
@@ -346,7 +346,7 @@ def keep_small(logs: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def end_of(log: Path) -> str:
-    """The last lines of a log; empty where there is none."""
+    """The last lines of a log; empty if it is missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _END_BYTES))

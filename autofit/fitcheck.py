@@ -64,7 +64,7 @@ class FitCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether the loop runs within the target. Cached blocks that PyTorch can free under pressure do not count."""
+        """True if the loop runs within the target. Cached blocks that PyTorch can free under pressure are left out."""
         return self.margin_bytes is not None and self.margin_bytes >= 0
 
     @property

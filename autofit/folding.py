@@ -1,4 +1,4 @@
-"""Tables on a narrow terminal: nothing is cut off, and no word is broken."""
+"""Tables on a narrow terminal, with all text and all words kept whole."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ class Folding(Table):
         self.narrow, self.from_width = narrow, from_width
 
     def has_room(self, width: int) -> bool:
-        """Whether the table is whole in so many columns."""
+        """True if the table is whole in `width` columns."""
         return width >= max(self.from_width, self._frame + sum(map(_least, self.columns)))
 
     @property
@@ -36,7 +36,7 @@ class Folding(Table):
         return (left + 1 + right) * len(self.columns) + 1
 
     def _set_widths(self, width: int) -> None:
-        """Widths that break no word, which rich by itself does not heed; the rest goes where lines are longest."""
+        """Widths that keep words whole, which rich by itself ignores; the rest goes to columns with long lines."""
         spare = width - self._frame - sum(map(_least, self.columns))
         by_need = sorted(self.columns, key=lambda column: _most(column) - _least(column))
         for place, column in enumerate(by_need):
@@ -79,14 +79,14 @@ def _lines(words: str, width: int, indent: str, *, style: str = "") -> list[Text
 
 
 def _least(column: Column) -> int:
-    """The least width of a column that breaks no word of it."""
+    """The least width of a column that keeps its words whole."""
     lines = _lines_of(column)
     words = lines if column.no_wrap else [word for line in lines for word in line.split()]
     return max(column.min_width or 0, max(map(cell_len, words), default=0))
 
 
 def _most(column: Column) -> int:
-    """The width in which no cell of a column is wrapped."""
+    """The width in which every cell of a column is one line."""
     return max(_least(column), max(map(cell_len, _lines_of(column)), default=0))
 
 

@@ -1,4 +1,4 @@
-"""Sentences on a narrow terminal: no word is broken."""
+"""Sentences on a narrow terminal, with words kept whole."""
 
 import re
 import shutil

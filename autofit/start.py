@@ -1,4 +1,4 @@
-"""Where the `autofit` command begins: a kept server of imported libraries runs it, or `autofit.cli` does.
+"""Start of the `autofit` command: a kept server of imported libraries runs it, or `autofit.cli` does.
 
 Imports nothing else: this decides how soon a command answers.
 """
@@ -16,7 +16,7 @@ _COLD = ("-h", "--help", "--executor", "--calibrate")  # options with which a co
 
 
 def run_warm(given: Sequence[str]) -> int | None:
-    """The exit code of the command line `given`, where a kept server ran it; None: it is to be run here.
+    """The exit code of the command line `given`, if a kept server ran it; None: it is to be run here.
 
     The command then leaves its server behind for the next one.
     """
@@ -29,7 +29,7 @@ def run_warm(given: Sequence[str]) -> int | None:
 
 
 def pays(given: Sequence[str]) -> bool:
-    """Whether a server may run the command line `given`, and saves time."""
+    """True if a server may run the command line `given`, and saves time."""
     command = given[0] if given else ""
     if command not in _WARM or any(word.partition("=")[0] in _COLD for word in given):
         return False

@@ -13,7 +13,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `text`, such as `40GB` (10^9 each) or `40GiB` (2^30 each). A number without a unit is refused."""
+    """Bytes in `text`, such as `40GB` (10^9 each) or `40GiB` (2^30 each). Numbers need a unit."""
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _FACTORS or unit == "":
@@ -59,5 +59,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_metric(value: object) -> str:
-    """A metric with four digits; "-" for none."""
+    """A metric with four digits; "-" for any other value."""
     return f"{value:.4g}" if isinstance(value, int | float) else "-"

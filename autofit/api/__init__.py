@@ -1,4 +1,4 @@
-"""The Python API: typed arguments in, frozen results out. It prints nothing; the command line is a skin over it."""
+"""The Python API: typed arguments in, frozen results out, silent; the command line is a skin over it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

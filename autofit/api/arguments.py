@@ -74,7 +74,7 @@ def own_folder(folder: Path, on_event: OnEvent | None) -> None:
 
 
 def size(name: str, given: str | float | None) -> int | None:
-    """Bytes of an argument such as 40GB or 40e9. Raises ConfigError for none or less."""
+    """Bytes of an argument such as 40GB or 40e9. Raises ConfigError for zero or less."""
     if isinstance(given, str) or given is None:
         return _parsed(name, given, parse_bytes)
     if given <= 0:
@@ -85,7 +85,7 @@ def size(name: str, given: str | float | None) -> int | None:
 
 
 def seconds(name: str, given: str | float | None) -> float | None:
-    """Seconds of an argument such as 10m or 600. Raises ConfigError for none or less."""
+    """Seconds of an argument such as 10m or 600. Raises ConfigError for zero or less."""
     if isinstance(given, str) or given is None:
         return _parsed(name, given, parse_seconds)
     if given <= 0:
@@ -94,13 +94,13 @@ def seconds(name: str, given: str | float | None) -> float | None:
 
 
 def seconds_or_none(name: str, given: str | float) -> float:
-    """Seconds of an argument such as 20s, where 0 is "none at all". Raises ConfigError for less."""
+    """Seconds of an argument such as 20s; 0 is allowed. Raises ConfigError for less."""
     text = str(given).strip()
     return 0.0 if re.fullmatch(r"0+(\.0+)?[smh]?", text) else seconds(name, given) or 0.0
 
 
 def share(name: str, given: str | float) -> float:
-    """The share in an argument such as 1% or 0.01: from 0 up to, not including, 1."""
+    """The share in an argument such as 1% or 0.01: at least 0 and less than 1."""
     found = _parsed(name, str(given), parse_frac)
     assert found is not None
     return found
@@ -133,7 +133,7 @@ def one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def cards_of(given: Sequence[str] | str | None) -> list[GpuSpec]:
-    """The cards in an argument such as a100-80gb,h100; None: those that are rented most. Raises ConfigError."""
+    """The cards in an argument such as a100-80gb,h100; by default those that are rented most. Raises ConfigError."""
     if given == ALL:
         return sorted(GPU_SPECS.values(), key=lambda spec: (spec.capacity_bytes, spec.half_flops_per_s))
     names = USUAL if given is None else given.split(",") if isinstance(given, str) else given
@@ -147,7 +147,7 @@ def cards_of(given: Sequence[str] | str | None) -> list[GpuSpec]:
 
 
 def counts_of(given: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of cards in an argument. Raises ConfigError for none, too many, or one that cannot be."""
+    """The numbers of cards in an argument. Raises ConfigError if there are 0 or too many, or one is impossible."""
     found = tuple(dict.fromkeys(given))
     wrong = [n for n in found if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_RANKS]
     if wrong or not found or len(found) > _MOST_COUNTS:

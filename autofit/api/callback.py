@@ -64,12 +64,12 @@ class AutofitCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Promised against actual, as last compared; empty without a promise, and before the first comparison."""
+        """Promised against actual, as last compared; empty if nothing was promised, or before the first comparison."""
         return self._contract.rows
 
     @property
     def verdict(self) -> str:
-        """Whether the promise was kept, as a sentence; "" before the end of training, and without a promise."""
+        """Sentence on whether the promise was kept; "" before the end of training, or if nothing was promised."""
         return self._contract.verdict
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -118,7 +118,7 @@ class _ScriptRecorder(RunRecorder):
 
 
 def _watched(args: Any, state: Any, folder: Path, promise: Promise | None, *, trainer: Any) -> Watched:
-    """What is known of the script's run. What an earlier run in `folder` noted of steps to come is dropped."""
+    """Facts of the script's run. Notes of an earlier run in `folder` on steps still to come are deleted."""
     done = int(state.global_step)
     folder.mkdir(parents=True, exist_ok=True)
     forget_progress_after(folder, done)
@@ -132,7 +132,7 @@ def _watched(args: Any, state: Any, folder: Path, promise: Promise | None, *, tr
 
 
 def _trainer_of(callback: TrainerCallback) -> Any:
-    """The trainer that calls `callback`, or None: transformers gives callbacks everything but itself.
+    """The trainer that calls `callback`, if found: transformers gives callbacks everything but itself.
 
     It is the object of the caller that has the callback in its list.
     """

@@ -1,4 +1,4 @@
-"""`autofit.advise`: which card, and how many of them, for a recipe; what it costs."""
+"""`autofit.advise`: the card, and the number of them, for a recipe, with the cost."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class CardAdvice(Shown):
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended it before all offers were made; the same call goes on."""
+        """True if Ctrl-C ended it before all offers were made; the same call goes on."""
         return bool(self.missing)
 
     @property
@@ -53,7 +53,7 @@ class CardAdvice(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether any offer fits."""
+        """True if any offer fits."""
         return any(offer.fits for offer in self.offers)
 
     def to_dict(self) -> dict[str, object]:
@@ -169,7 +169,7 @@ class CardAdvice(Shown):
         return _ended(f"Smallest: {offer.words}, {format_bytes(offer.memory_bytes)} in all{tie}", how)
 
     def _not_compared(self, best: Offer) -> list[str]:
-        """Which rows no mark can go to, where one of them has a lower figure than a marked row."""
+        """Sentence on the rows left out of the marks, if one of them has a lower figure than a marked row."""
         lower = [offer for offer in self.offers if offer.step_s is not None and self._is_lower(offer)]
         fitting = [offer for offer in lower if offer.verdict is best.verdict]
         of_tier = [offer for offer in fitting if offer.tier == best.tier]
@@ -182,7 +182,7 @@ class CardAdvice(Shown):
         return [f"Not compared for these, though some have lower figures: {', '.join(rows)}."] if rows else []
 
     def _is_lower(self, offer: Offer) -> bool:
-        """Whether a figure of this row is lower than that of the row that is marked for it."""
+        """True if a figure of this row is lower than that of the row marked for it."""
         chosen = self.choice
         figures = (
             (None if chosen.cheapest is None else chosen.cheapest.usd_per_1000_steps, offer.usd_per_1000_steps),
@@ -232,7 +232,7 @@ class CardAdvice(Shown):
         )
 
     def _changed(self, offer: Offer) -> Mapping[str, object]:
-        """The changes, and the batch of a rank where so many ranks need another micro-batch than the recipe's."""
+        """The changes, and the batch of a rank if its number of ranks needs another micro-batch than the recipe's."""
         own, keys = self.recipe.resolved, self.recipe.keys
         beside = keys.scored, keys.referred, keys.engine_ranks
         differs = {key: value for key, value in offer.batch.items() if value != own.get(key)}
@@ -323,7 +323,7 @@ def advise(
 
 
 def _ended(words: str, how: str) -> str:
-    """A sentence; without a full stop where it ends with keys of the user's file, which are pasted."""
+    """A sentence; the full stop is left out after keys of the user's file, which are pasted."""
     return f"{words}{how}" if _IN_YOUR_FILE in how and not how.endswith(")") else f"{words}{how}."
 
 

@@ -64,19 +64,19 @@ class Predicted(Shown):
     device: Device  # sim: and the card
     capacity_bytes: int  # what may be used of it
     result: ProbeResult  # every figure of the simulated probe
-    advice: Advice | None = None  # what would make it fit, or faster; None where none was looked for
-    then: Then | None = None  # what older libraries did with it; None where none were named
-    typical: Typical | None = None  # the steps as they are drawn from the lengths; None where these are not known
+    advice: Advice | None = None  # changes that would make it fit, or faster; None if none were searched for
+    then: Then | None = None  # its behaviour with older libraries; None if none were named
+    typical: Typical | None = None  # the steps as they are drawn from the lengths; None if these are unknown
     notes: tuple[str, ...] = ()  # of the recipe and its simulation, where no `on_event` heard them
 
     @property
     def fits(self) -> bool:
-        """Whether a step, a save and a resume stay within the capacity."""
+        """True if a step, a save and a resume stay within the capacity."""
         return self.result.status is ProbeStatus.FIT
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search for advice: what was found before is here."""
+        """True if Ctrl-C ended the search for advice; the changes found before are kept."""
         return self.advice is not None and self.advice.ending is Ending.INTERRUPT
 
     @property
@@ -86,7 +86,7 @@ class Predicted(Shown):
 
     @property
     def advised(self) -> list[str]:
-        """What to change, a line each, as Python names arguments; [] where nothing was looked for, or is needed."""
+        """Changes to make, a line each, as Python names arguments; [] if none were searched for, or are needed."""
         return [told(line, as_argument) for line in self.advice_parts()]
 
     def advice_parts(self) -> list[str]:
@@ -99,13 +99,13 @@ Found = TypeVar("Found", bound=Predicted)
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Predicted):
-    """What a simulated card says of one config. `str` of it is a table of phases by category and what dominates."""
+    """Prediction for one config on a simulated card. `str` of it is a table of phases by category, and the verdict."""
 
-    theirs: Theirs | None = None  # what the libraries of another environment hold; None where none was named
+    theirs: Theirs | None = None  # its memory with the libraries of another environment; None if none was named
 
     @property
     def tight(self) -> bool:
-        """Whether it fits with less to spare than the prediction may be off."""
+        """True if it fits with less to spare than the possible error of the prediction."""
         return is_tight(self.result, self.capacity_bytes)
 
     @property
@@ -125,7 +125,7 @@ class Estimate(Predicted):
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of one optimizer step; None where it ran out of memory before its end."""
+        """Seconds of one optimizer step, if it reached its end within the memory."""
         return self.result.median_step_s
 
     @property
@@ -141,7 +141,7 @@ class Estimate(Predicted):
         return {**estimate_json(self.result, self.capacity_bytes, self.advice), **then, **theirs, **steps}
 
     def parts(self) -> list[Table | str]:
-        """Whether it fits, the phases by category, and what would make it fit, or faster."""
+        """The verdict, the phases by category, and the changes that would make it fit, or faster."""
         table, verdict = estimate_table(self.result, self.capacity_bytes)
         careful = care_lines(self.result, self.recipe, self.capacity_bytes)
         halves = [f"{words}." for words in float32_words(self.recipe, self.result, self.capacity_bytes)]
@@ -151,16 +151,16 @@ class Estimate(Predicted):
 
     @property
     def today(self) -> Today:
-        """What the installed libraries hold, beside others."""
+        """Bytes held with the installed libraries, for comparison with others."""
         return Today(trl=version("trl"), device_used_bytes=self.device_used_bytes, fits=self.fits)
 
     @property
     def of_typical(self) -> list[str]:
-        """The lines of the typical step and of the whole run; [] where the lengths are not known."""
+        """The lines of the typical step and of the whole run; [] if the lengths are unknown."""
         return [] if self.typical is None else self.typical.lines
 
     def advice_parts(self) -> list[str]:
-        """What would make it fit, or faster."""
+        """Changes that would make it fit, or faster."""
         advice = self.advice
         return [] if advice is None else advice_lines(advice, self.recipe, self.result, self.capacity_bytes)
 
@@ -171,7 +171,7 @@ class Estimate(Predicted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `autofit.estimate` or `autofit.check` was asked, as it was given."""
+    """Arguments of `autofit.estimate` or `autofit.check`, as they were given."""
 
     recipe: Given | None
     gpu: str | None
@@ -186,7 +186,7 @@ class Asked:
     libraries: Libraries | None = None
 
     def typical(self, made: Estimator, worst: ProbeResult, tell: OnEvent) -> Typical | None:
-        """The typical step beside the `worst` case, by the lengths given, else by the dataset's own; None without."""
+        """The typical step beside the `worst` case, by the lengths given, else by the dataset's own, if known."""
         if self.lengths == OFF or longest_tokens(made.recipe) is None:
             if self.lengths not in (None, OFF):
                 name = made.recipe.trainer
@@ -206,26 +206,26 @@ class Asked:
             return None
 
     def of_libraries(self, made: Estimator) -> AskedOfLibraries | None:
-        """The recipe for the libraries of the environment that was named; None where none was. Raises ConfigError."""
+        """The recipe for the libraries of the named environment, if one was named. Raises ConfigError."""
         if self.libraries is None:
             return None
         return asked_of(made.recipe, gpu=made.device.removeprefix("sim:"), target_bytes=made.capacity_bytes)
 
     def theirs(self, asked: AskedOfLibraries | None, made: Estimator, tell: OnEvent) -> Theirs | None:
-        """What the recipe holds with those libraries."""
+        """Prediction of the recipe's memory with those libraries, if they were named."""
         if self.libraries is None or asked is None:
             return None
         tell(Event(text=f"simulating it with {self.libraries}"))
         return run_with(self.libraries, asked, made.folder / "libraries", deadline_s=made.deadline_s)
 
     def then(self, recipe: Recipe) -> Then | None:
-        """What the older libraries that were named did with `recipe`; None where none were."""
+        """Behaviour of `recipe` with the named older libraries, if some were named."""
         return None if self.as_of is None else then_of(recipe, self.as_of)
 
 
 @contextlib.contextmanager
 def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) -> Iterator[Estimator]:
-    """The estimator of one recipe on one simulated card; without a `server` its own lives as long as the block."""
+    """The estimator of one recipe on one simulated card; its own server, by default, lives as long as the block."""
     with named_as_arguments(), Scratch("estimate-") as folder:
         at_least_one("prompt-tokens", asked.prompt_tokens)
         if asked.as_of is not None:
@@ -233,7 +233,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
         if asked.lengths not in (None, OFF):
             read_lengths(asked.lengths)
         asked_bytes = size("target-vram", asked.target_vram)
-        choose_device_and_target("sim", asked.gpu, asked_bytes)  # a wrong one is said before the recipe is asked for
+        choose_device_and_target("sim", asked.gpu, asked_bytes)  # reports a wrong one before the recipe is asked for
         deadline_s = seconds("deadline", asked.deadline) or 0
         own, device, capacity, needs = suited(
             changed(source_of(asked.recipe, launch=asked.launch), asked.changes),
@@ -268,7 +268,7 @@ def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) 
 
 
 def own_lengths(made: Estimator) -> Lengths | None:
-    """The lengths of some samples of the recipe's dataset; None where it is not at hand, or samples are generated."""
+    """The lengths of some samples of the recipe's dataset; None if it is out of reach, or samples are generated."""
     if made.recipe.generates:  # the lengths of completions are not in the data
         return None
     told = sample_lengths(made.recipe, made.worst_case.parent, made.server, most=_SAMPLES)
@@ -283,7 +283,7 @@ def own_lengths(made: Estimator) -> Lengths | None:
 
 
 def of_quantised(recipe: Recipe) -> list[str]:
-    """What several ranks make of 4-bit weights, and what to set. Raises ConfigError where they cannot train on them."""
+    """Warnings on 4-bit weights on several ranks, with settings to use. Raises ConfigError if training would fail."""
     found = list(quantised(StatedLaunch(recipe=recipe)))
     for finding in found:
         if finding.stops:
@@ -307,7 +307,7 @@ def with_advice(
 ) -> Found:  # fmt: skip
     """`found` with the advice that `look` has after `advice_s` seconds at most, or at Ctrl-C.
 
-    Where all were tried and none is advised, what could not be tried is told.
+    If all were tried and none is advised, the untried ones are reported.
     """
     if on_advice is not None:
         on_advice(advice_s)
@@ -318,8 +318,8 @@ def with_advice(
 
 
 def tell_left_out(recipe: Recipe, device: Device, tell: OnEvent) -> None:
-    """Say of which knobs no change is tried, and why."""
-    with contextlib.suppress(ConfigError):  # a recipe of which nothing can vary has an estimate too
+    """Report the knobs left as they are, and why."""
+    with contextlib.suppress(ConfigError):  # a recipe with no free knob has an estimate too
         left_out = Space.of(recipe, space_knobs(recipe), allow="recipe", device=device).left_out
         if left_out:
             tell(Event(label="left out", text=describe_left_out(left_out)))
@@ -358,9 +358,9 @@ def estimate(
     By them the typical step and the whole run stand beside the worst case.
     `on_result` hears the estimate before both, `on_typical` before the advice, `on_advice` its seconds as it begins.
     Ctrl-C ends the search for advice and keeps what was found, with `interrupted` set. `as_of` names older libraries
-    ("trl 0.14"): what they did with the recipe that the installed ones do not is said too. `libraries` is an
+    ("trl 0.14"): the differences of their behaviour from the installed ones' are told. `libraries` is an
     environment (its folder, or its python) whose TRL, transformers, peft and accelerate train the recipe too, in a
-    process of their own; what they hold is in `theirs`. `deadline` (seconds, or
+    process of their own; their memory is in `theirs`. `deadline` (seconds, or
     "15m") bounds one simulation.
 
     Raises ConfigError for a recipe or a card that cannot be, and EnvironmentFault when the simulation fails.
@@ -378,7 +378,7 @@ def estimate(
         deadline=deadline, launch=launch, as_of=as_of, lengths=lengths, libraries=other,
     )  # fmt: skip
     with estimator(asked, tell) as made:
-        for_libraries = asked.of_libraries(made)  # first: what they do not take is said at once
+        for_libraries = asked.of_libraries(made)  # first: reports at once what they reject
         result = made.estimate()
         for note in result.notes:
             tell(Event(label="note", text=note))
@@ -404,13 +404,13 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Check(Predicted):
-    """Whether a config runs on a card. `str` of it is the verdict in one line, and a line each of what mends it."""
+    """Verdict on a config on a card. `str` of it is the verdict in one line, and a line for each change that helps."""
 
-    crash: Crash | None = None  # where it runs out of memory; None where it fits
+    crash: Crash | None = None  # the place where it runs out of memory; None if it fits
 
     @classmethod
     def of(cls, made: Estimator, result: ProbeResult, then: Then | None = None) -> "Check":
-        """What the `result` of an estimator's recipe says."""
+        """The verdict on the `result` of an estimator's recipe."""
         recipe, capacity = made.recipe, made.capacity_bytes
         return cls(
             recipe=recipe, device=made.device, capacity_bytes=capacity, result=result, then=then,
@@ -419,7 +419,7 @@ class Check(Predicted):
 
     @property
     def mend(self) -> Change | None:
-        """The first change that makes it fit with room to spare; None where none was found."""
+        """The first change that makes it fit with room to spare, if one was found."""
         return next(iter(() if self.advice is None else self.advice.changes), None)
 
     @property
@@ -431,7 +431,7 @@ class Check(Predicted):
 
     @property
     def tight(self) -> bool:
-        """Whether it fits with less to spare than the prediction may be off."""
+        """True if it fits with less to spare than the possible error of the prediction."""
         return self.verdict == "tight"
 
     def to_dict(self) -> dict[str, object]:
@@ -458,14 +458,14 @@ class Check(Predicted):
         }
 
     def parts(self) -> list[Table | str]:
-        """The line, what decides where it is tight, why the weights take so much, and what to change."""
+        """The line, what decides a tight verdict, why the weights take so many bytes, and the changes."""
         older = then_lines(self.then, self.result, self.capacity_bytes)
         care = care_lines(self.result, self.recipe, self.capacity_bytes)
         return [self.line, *care, *self._of_weights, *older, *self.of_typical, *self.advice_parts(), *self.noted]
 
     @property
     def of_typical(self) -> list[str]:
-        """Which steps fit where the worst case does not, in one line; [] where all do, none, or that is not known."""
+        """One line on the steps that fit although the worst case exceeds the card; [] if all, or 0, or unknown."""
         line = None if self.typical is None else self.typical.fit_line
         return [] if line is None else [line]
 
@@ -475,14 +475,14 @@ class Check(Predicted):
 
     @property
     def line(self) -> str:
-        """The verdict and why, in short sentences; where it does not fit, the place where it stops."""
+        """The verdict and why, in short sentences; if it exceeds the card, the place where it stops."""
         if not self.fits and self.crash is not None:
             return f"does not fit: {self.crash.where}{self._over(self.crash)}"
         where = "" if self.crash is None else f", in {self.crash.where}"
         return f"{self.verdict}: {used_words(self.result, self.capacity_bytes, where)}{step_words(self.result)}"
 
     def _over(self, crash: Crash) -> str:
-        """By how much it does not fit: that is so at the peak of all phases, which may come after it has stopped."""
+        """Bytes over the capacity, in words: those at the peak of all phases, which may come after it has stopped."""
         if self.result.least_capacity_bytes is None:  # it stopped before all was asked for
             return f"; {self.result.reason}" if self.result.reason else ""
         over = f"{format_bytes(crash.over_bytes)} over"
@@ -491,7 +491,7 @@ class Check(Predicted):
         return f", {over}" if last == crash.phase else f"; {over} at the peak, in {last}"
 
     def advice_parts(self) -> list[str]:
-        """What to change, a line each; [] where it fits, or nothing was looked for."""
+        """Changes to make, a line each; [] if it fits, or if none were searched for."""
         if self.advice is None:
             return []
         lines = [
@@ -529,7 +529,7 @@ def check(
     on_typical: Callable[[Check], None] | None = None,
     on_advice: OnAdvice | None = None,
 ) -> Check:  # fmt: skip
-    """Whether one config runs on a card; if not, where it stops, and a change. `tight`: perhaps, it says what decides.
+    """Verdict on one config on a card, with the place where it stops and a change that helps. `tight`: it may fit.
 
     The arguments are those of `autofit.estimate`; `on_result` hears the verdict before any change is tried. Where only
     the worst case does not fit, it says which steps do, by `lengths` or by those of the dataset. Only if it

@@ -14,7 +14,7 @@ from autofit.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrialResult:
-    """One candidate and what its probe said; None is "not measured". Figures are those of the longest probe."""
+    """One candidate and the result of its probe; None is "not measured". Figures are those of the longest probe."""
 
     number: int
     tier: Tier
@@ -24,11 +24,11 @@ class TrialResult:
     step_s: float | None  # of one optimizer step
     completions_per_s: float | None  # samples, for a trainer that does not generate
     speedup: float | None  # its completions per second over the baseline's; in turns with it if it was a finalist
-    confirmed: bool | None  # whether it held in the longer probe; None where it had none
-    at_least: bool = False  # its bytes are what it held when memory ran out
+    confirmed: bool | None  # True if it held in the longer probe; None if it had none
+    at_least: bool = False  # its bytes are those held when memory ran out
     reason: str = ""  # of an oom, a failure or a loss
     needs: tuple[str, ...] = ()  # packages without which it does not run; a simulated probe does without them
-    margin_bytes: int | None = None  # what it leaves free under the limit (target less headroom); None without a fit
+    margin_bytes: int | None = None  # free bytes under the limit (target less headroom); None unless it fits
     first_step_s: float | None = None  # of its first probe, if that was doubted and repeated
 
     @classmethod
@@ -48,12 +48,12 @@ class TrialResult:
 
     @property
     def fits(self) -> bool:
-        """Whether it fitted whenever it was probed."""
+        """True if it fitted in each of its probes."""
         return self.status is ProbeStatus.FIT and self.confirmed is not False
 
     @property
     def stopped_at_oom(self) -> bool:
-        """Whether its bytes are a lower bound, as memory ran out."""
+        """True if its bytes are a lower bound, as memory ran out."""
         return self.at_least
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class TrialResult:
         figures += [self.reason] if self.reason else []
         return f"trial {self.number} [{self.tier}] {changes}: {', '.join(figures)}"
 
-    __repr__ = __str__  # what a Python prompt shows
+    __repr__ = __str__  # the text at a Python prompt
 
     def to_dict(self) -> dict[str, object]:
-        """The trial as `--json` has it; what was not measured is None."""
+        """The trial as `--json` has it; unmeasured figures are None."""
         return {
             "trial": self.number,
             "tier": self.tier,
@@ -117,8 +117,8 @@ class Event:
     label: str = ""  # of the text: model, device, effective batch, predicted, ...
     trial: TrialResult | None = None  # a trial that has just ended
     interrupted: bool = False  # Ctrl-C came, and the probes at work are being stopped
-    read: bool = False  # the recipe has been read: what is said of it follows
-    trying: bool = False  # a change that is tried, or what came of it: the result says again what is worth it
+    read: bool = False  # the recipe has been read: messages on it follow
+    trying: bool = False  # a tried change, or its outcome: the result repeats the useful ones
     verdict: bool = False  # the promise against the whole run, which the result says as well
 
     def __str__(self) -> str:
@@ -127,13 +127,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a search is; `str` of it is a line of text."""
+    """State of a search; `str` of it is a line of text."""
 
     done: int  # trials that have ended
     probing: tuple[str, ...]  # the trials at work and their changes
     best: TrialResult | None
     elapsed_s: float
-    left_s: float | None  # None where nothing bounds the search
+    left_s: float | None  # None if the search is unbounded
 
     def without(self, number: int) -> "Progress":
         """The same where the trial `number` has just ended."""
@@ -141,7 +141,7 @@ class Progress:
         return replace(self, done=self.done + len(self.probing) - len(others), probing=others)
 
     def later(self, seconds: float) -> "Progress":
-        """The same so many seconds later; what was left is not known once it has passed."""
+        """The same state, `seconds` later; the time left is unknown once it has passed."""
         left_s = None if self.left_s is None or self.left_s < seconds else self.left_s - seconds
         return replace(self, elapsed_s=self.elapsed_s + seconds, left_s=left_s)
 
@@ -152,7 +152,7 @@ class Progress:
             best += "" if self.best.speedup is None else f", {self.best.speedup:.2f}x"
             best += "" if self.best.margin_bytes is None else f", {format_bytes(self.best.margin_bytes)} free"
         left = "" if self.left_s is None else f", about {format_seconds(self.left_s)} left"
-        now = ", ".join(one.partition(":")[0] for one in self.probing) or "..."  # their changes are said when they end
+        now = ", ".join(one.partition(":")[0] for one in self.probing) or "..."  # their changes are shown when they end
         return f"{self.done} done, probing {now} | best {best} | {format_seconds(self.elapsed_s)}{left}"
 
 
@@ -162,11 +162,11 @@ OnAdvice = Callable[[float | None], None]  # hears the most seconds that advice 
 
 
 def silent(_: Event) -> None:
-    """Shows nothing."""
+    """Ignores the event."""
 
 
 def keeping(notes: list[str]) -> OnEvent:
-    """Shows nothing, and adds to `notes` what a result has to say where nobody hears it."""
+    """A callback that adds a result's notes to `notes` and shows nothing, for callers that pass no callback."""
 
     def keep(event: Event) -> None:
         if event.label == "note":

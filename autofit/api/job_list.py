@@ -29,7 +29,7 @@ _TAIL_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job that runs or waits. An empty text is "not known", or "none"."""
+    """A job that runs or waits. An empty text is "unknown", or "none"."""
 
     id: str  # Slurm's, or that of a process of this machine
     kind: Literal["probe", "full run"]
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def log(self) -> Path | None:
-        """The file with what it prints; None before it has printed anything."""
+        """The file with its output, once it has printed anything."""
         return next((path for path in self.logs if path.is_file() and path.stat().st_size), None)
 
     def tail(self, lines: int = 40) -> list[str]:
@@ -104,7 +104,7 @@ class Jobs(Shown):
         return {"jobs": [job.to_dict() for job in self.jobs], "problem": self.problem}
 
     def find(self, ids: Sequence[str]) -> tuple[Job, ...]:
-        """The jobs with these ids; that of an array stands for all its jobs. Raises ConfigError for one not there."""
+        """The jobs with these ids; that of an array stands for all its jobs. Raises ConfigError for an unknown one."""
         found: dict[str, Job] = {}
         for one in ids:
             these = [job for job in self.jobs if job.id == one or job.id.startswith(f"{one}_")]
@@ -172,7 +172,7 @@ def _states(kind: Kind) -> tuple[Mapping[str, JobState], str]:
 
 
 def _full_run(folder: Path, states: Mapping[Kind, Mapping[str, JobState]]) -> Job | None:
-    """The job of the full run in `folder`; None where it has ended."""
+    """The job of the full run in `folder`, if it is alive."""
     note, request = _json(folder / "job.json"), _json(folder / "request.json")
     submitted, at = cluster_job(note), note.get("submitted")
     number = note.get("job_id") if submitted is None else submitted.id
@@ -226,7 +226,7 @@ def _local_probe(probe: AtWork) -> Job:
 
 
 def _json(path: Path) -> dict[str, object]:
-    """The object in `path`; {} for none, or for another program's file."""
+    """The object in `path`; {} if it is missing or another program's file."""
     try:
         found = read_json(path)
     except (OSError, ValueError):

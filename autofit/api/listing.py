@@ -25,7 +25,7 @@ from autofit.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """One study. None is "not known", or "there is none"."""
+    """One study. None is "unknown", or "there is none"."""
 
     name: str
     model: str

@@ -1,4 +1,4 @@
-"""Lower tiers than a search stayed in: what the allowed ones offer, and what those that it may not try would."""
+"""Tiers outside a search: gains in the lower of the allowed ones, and changes beyond the allowed ones."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,7 +85,7 @@ def _fastest(
 
 
 def _changes(space: Space, candidate: Candidate) -> set[tuple[int, Value]]:
-    """(the place of a knob, its value) where it is not the recipe's."""
+    """(the place of a knob, its value) for each value that differs from the recipe's."""
     own = space.baseline.values
     return {(k, value) for k, value in enumerate(candidate.values) if value != own[k]}
 
@@ -132,7 +132,7 @@ class Outside:
     tier: Tier
     device_used_bytes: int
     step_s: float | None
-    speedup: float | None  # over the winner; None where nothing fits without the change
+    speedup: float | None  # over the winner; None if nothing fits without the change
     own: str = ""  # the change in the keys of the file that the recipe was, if that was another tool's
     shown_bytes: int | None = None  # to judge it by, as `check` has it; None in a study of an earlier autofit
 
@@ -158,7 +158,7 @@ class Outside:
 def outside(
     best: Trial | None, trials: Sequence[Trial], estimator: Estimator, allow: Tier, *, tell: Tell = lambda _: None
 ) -> dict[str, object] | None:
-    """What lies beyond the tier `allow`, as JSON that a study keeps; None where nothing can be said.
+    """Changes beyond the tier `allow`, as JSON that a study keeps, if they can be predicted.
 
     With a winner, the changes that make it faster; where nothing fits, the cheapest changes that do, of any tier.
     """
@@ -166,7 +166,7 @@ def outside(
         if any(t.status is not ProbeStatus.OOM for t in trials):
             return None
         mends = estimator.mends(estimator.probe(estimator.recipe.values), tell=tell).changes
-        tried = [dict(t.changes) for t in trials]  # on a real card they ran out of memory, whatever is predicted
+        tried = [dict(t.changes) for t in trials]  # on a real card they ran out of memory, against the prediction
         return _kept(None, allow, [Outside.of(change, None) for change in mends if dict(change.changes) not in tried])
     if allow == TIERS[-1]:
         return None
@@ -194,14 +194,14 @@ def _kept(trial: int | None, allow: Tier, found: Sequence[Outside]) -> dict[str,
 
 
 def outside_of(kept: Mapping[str, object] | None, best: Trial | None, allow: Tier) -> tuple[Outside, ...]:
-    """What a study keeps of the changes outside its tier; () if it belongs to another winner or tier."""
+    """The changes outside its tier that a study keeps; () if they belong to another winner or tier."""
     if kept is None or not is_known(kept, best, allow):
         return ()
     return tuple(Outside(**row) for row in cast("list[dict[str, object]]", kept["changes"]))  # type: ignore[arg-type]
 
 
 def is_known(kept: Mapping[str, object] | None, best: Trial | None, allow: Tier) -> bool:
-    """Whether what a study keeps is of this winner and tier; it may be that there is nothing."""
+    """True if the study keeps the answer for this winner and tier; it may be an empty one."""
     return kept is not None and kept["trial"] == (None if best is None else best.number) and kept["allow"] == allow
 
 
@@ -209,7 +209,7 @@ def outside_lines(
     found: Sequence[Outside], original: Mapping[str, object], allow: Tier, *, fits: bool,
     names: Mapping[str, str] | None = None,
 ) -> list[str]:  # fmt: skip
-    """The changes under a heading; [] without one."""
+    """The changes under a heading; [] if there are none."""
     if not found:
         return []
     lowest = max((one.tier for one in found), key=TIERS.index)

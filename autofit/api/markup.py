@@ -53,7 +53,7 @@ Text = str | Html
 
 
 def escaped(text: Text) -> str:
-    """`text` as HTML, without characters that HTML does not allow; a line does not break in the arrow of a change."""
+    """`text` as HTML, less the characters that HTML forbids; a line stays whole at the arrow of a change."""
     if isinstance(text, Html):
         return text.text
     allowed = "".join(c for c in text if c in "\n\t" or (ord(c) >= 32 and not 0xD800 <= ord(c) < 0xE000))
@@ -72,7 +72,7 @@ def joined(parts: Iterable[Text]) -> Html:
 
 
 def bullets(lines: Iterable[Text]) -> Html:
-    """A list; nothing for no lines."""
+    """A list; empty text for an empty `lines`."""
     items = [element("li", line) for line in lines]
     return element("ul", *items) if items else Html("")
 

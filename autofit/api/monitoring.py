@@ -32,7 +32,7 @@ class Originals:
         self._known: dict[str, tuple[Mapping[str, object], Mapping[str, object], Mapping[str, str]] | None] = {}
 
     def changes(self, study: str, values: Mapping[str, object]) -> str:
-        """How `values` differ from the recipe of `study`; "" where the study cannot be read."""
+        """Differences of `values` from the recipe of `study`, in words; "" if the study is unreadable."""
         if study not in self._known:
             self._known[study] = self._recipe(study)
         known = self._known[study]
@@ -59,7 +59,7 @@ _OURS = ("fork_server.log", "studies.db", "probes", "promoted")  # a search make
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardProcess:
-    """A process on a card. Bytes are None where the driver does not tell."""
+    """A process on a card. Bytes are None if the driver hides them."""
 
     pid: int
     used_bytes: int | None
@@ -68,7 +68,7 @@ class CardProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A card at this moment. None is "not known".
+    """A card at this moment. None is "unknown".
 
     What the allocator holds is known only to the runs themselves: the sum of their last logged peaks, of those on this
     card.
@@ -88,7 +88,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The machine without its cards: the device `cpu`."""
+    """The machine apart from its cards: the device `cpu`."""
 
     cores: int
     capacity_bytes: int
@@ -99,7 +99,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A running probe. None is "not known", or "not yet"."""
+    """A running probe. None is "unknown", or "not yet"."""
 
     study: str
     trial: int
@@ -116,7 +116,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A promoted run: running, or one of the last that ended. None is "not known"."""
+    """A promoted run: running, or one of the last that ended. None is "unknown"."""
 
     study: str
     trial: int
@@ -214,7 +214,7 @@ class Watch:
         )  # fmt: skip
 
     def _cpu_frac(self, folder: Path, use: ProcessUse | None) -> float | None:
-        """Cores in use since the last snapshot; None in the first one."""
+        """Cores in use since the last snapshot, if there was one."""
         if use is None:
             return None
         now, before = time.monotonic(), self._before.get(folder)
@@ -245,7 +245,7 @@ class Watch:
 
 
 def _is_new(folder: Path) -> bool:
-    """Whether the first search may make its studies there: only the cards are shown until then."""
+    """True if the first search may make its studies there: only the cards are shown until then."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -259,7 +259,7 @@ def _pids(use: ProcessUse | None) -> frozenset[int]:
 
 
 def _on_cards(pids: frozenset[int], cards: Iterable[CardUse]) -> int | None:
-    """Bytes that these processes hold on all cards; None where no driver tells of them."""
+    """Bytes that these processes hold on all cards, if a driver reports them."""
     return _total(used for card in cards for pid, used in card.processes or () if pid in pids)
 
 

@@ -1,4 +1,4 @@
-"""A report as one web page: the same figures as the terminal's, the picture, and the reasons. It loads nothing."""
+"""A report as one self-contained web page: the same figures as the terminal's, the picture, and the reasons."""
 
 import io
 import time
@@ -23,7 +23,7 @@ _KEPT = {True: element("span", "yes", kind="good"), False: element("span", "NO",
 
 
 def page_of(result: SearchResult) -> str:
-    """One web page, whole: the front, what was changed and why, the trials, and the full runs."""
+    """One web page, whole: the front, the changes with their reasons, the trials, and the full runs."""
     model = PurePath(str(result.original.get("model_name_or_path") or "")).name or result.study
     title = f"{model} {result.trainer.upper() if ':' not in result.trainer else result.trainer}".strip()
     device = result.device_name or result.device
@@ -96,7 +96,7 @@ def _picture(result: SearchResult) -> Html:
 
 
 def _changed(result: SearchResult) -> list[Html]:
-    """Each changed setting: old and new, tier, what it does, and what is known of it alone; then the proof."""
+    """Each changed setting: old and new, tier, its effect, and its measured effect alone; then the proof."""
     best = result.winner
     if best is None:
         return []
@@ -138,7 +138,7 @@ def _tier(key: str, best: TrialResult, result: SearchResult) -> str:
 
 
 def _alone(key: str, old: object, result: SearchResult) -> list[str]:
-    """What is known of moving this setting alone, away from the winner; its old value first."""
+    """Effects of moving this setting alone, away from the winner; its old value first."""
     rows = [row for row in result.neighbours or () if row.knob == key and row.device_used_delta_bytes is not None]
 
     def other(row: Neighbour) -> str:
@@ -160,7 +160,7 @@ def _moved(row: Neighbour, with_what: str) -> str:
 
 
 def _signed(value: float, text: Callable[[Any], str]) -> str:
-    """`value` with its sign; "" where the text shows no difference."""
+    """`value` with its sign; "" if the difference vanishes in the text."""
     shown = text(abs(value))
     return "" if shown == text(0) else f"{'+' if value > 0 else '-'}{shown}"
 
@@ -215,7 +215,7 @@ def _beside(result: SearchResult) -> list[Html]:
 
 
 def _outside(result: SearchResult) -> list[Html]:
-    """Changes beyond the allowed tier; what a lower of the allowed ones offers."""
+    """Changes beyond the allowed tier; the gain of a lower of the allowed ones."""
     lines = outside_lines(
         result.outside, result.original, result.allow, fits=result.winner is not None, names=result.names
     )

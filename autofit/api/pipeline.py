@@ -31,7 +31,7 @@ from autofit.recipe.pipeline import Pipeline, Stage, read_pipeline
 from autofit.tuning.locks import exclusive
 from autofit.tuning.storage import use_storage
 
-# The arguments of a search that a pipeline may set, with what they are where it does not.
+# The arguments of a search that a pipeline may set, with their defaults.
 _DEFAULTS: dict[str, Any] = {
     name: argument.default for name, argument in signature(search).parameters.items()
     if name in Request.__slots__ and name not in ("recipe", "name", "trainer", "folder", "executor")
@@ -40,7 +40,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knowledge:
-    """The stages of a pipeline, what they depend on, and what is kept of them."""
+    """The stages of a pipeline, their inputs, and the kept facts of each."""
 
     pipeline: Pipeline
     state: State
@@ -50,40 +50,40 @@ class Knowledge:
 
     @classmethod
     def of(cls, pipeline: Pipeline, folder: Path, given: Mapping[str, object], *, search: bool) -> "Knowledge":
-        """Raises ConfigError for a stage whose trainer is not told by its keys."""
+        """The knowledge of one pipeline. Raises ConfigError if the keys of a stage leave its trainer open."""
         trainers = {stage.name: _trainer(stage) for stage in pipeline.stages}
         state = State.read(folder, pipeline.name)
         return cls(pipeline=pipeline, state=state, given=given, search=search, trainers=trainers)
 
     def known(self, stage: Stage) -> KnownStage | None:
-        """The study and trial of `stage`; None before its search has ended."""
+        """The study and trial of `stage`, once its search has ended."""
         return self.state.stages.get(stage.name)
 
     def inputs(self, stage: Stage) -> Inputs:
-        """What the training of `stage` depends on, now."""
+        """The present inputs on which the training of `stage` depends."""
         runs = {name: self.state.run(name) for name in stage.uses}
         numbers = {name: "" if found is None else found.number for name, found in runs.items()}
         return inputs_of(stage, self.trainers[stage.name], numbers)
 
     def changes(self, stage: Stage) -> list[str]:
-        """What the training of `stage` depends on and has changed since its study and trial were decided, in words."""
+        """Inputs of the training of `stage` that changed since its study and trial were decided, in words."""
         known = self.known(stage)
         return [] if known is None else self.inputs(stage).changed_from(known.inputs)
 
     def unfinished(self, stage: Stage) -> list[str]:
-        """The stages that `stage` uses and that are not done."""
+        """The stages that `stage` uses and that are still to be done."""
         return [name for name in stage.uses if not self.is_done(self.pipeline.stage(name))]
 
     def is_done(self, stage: Stage) -> bool:
-        """Whether the stage and all that it uses are trained, and are as they were then."""
+        """True if the stage and all that it uses are trained, and are as they were then."""
         return not self.unfinished(stage) and self.state.run(stage.name) is not None and not self.changes(stage)
 
     def goes_on(self, stage: Stage) -> bool:
-        """Whether `stage` has its study and trial, and they still hold: only its training is left."""
+        """True if `stage` has its study and trial, and they still hold: only its training is left."""
         return self.known(stage) is not None and not self.unfinished(stage) and not self.changes(stage)
 
     def is_gone(self, stage: Stage) -> bool:
-        """Whether the stage was trained, and its model is no longer there."""
+        """True if the stage was trained, but its model is gone."""
         known = self.known(stage)
         finished = known is not None and RunFolder(self.state.home(stage.name)).is_done
         return finished and self.state.run(stage.name) is None
@@ -92,7 +92,7 @@ class Knowledge:
         return self.search and stage.searched
 
     def next(self, stage: Stage, *, restart: bool = False) -> str:
-        """What a run does with `stage`, in words."""
+        """Plan of a run for `stage`, in words."""
         if self.is_done(stage) and not restart:
             return "done, kept as it is"
         known, waits = self.known(stage), self.unfinished(stage)
@@ -109,7 +109,7 @@ class Knowledge:
         return f"{how}: trial {known.trial} of {known.study}"
 
     def request(self, stage: Stage, recipe: Mapping[str, object]) -> Request:
-        """What the search of `stage` is asked."""
+        """The arguments of the search of `stage`, as a request."""
         options = self.options(stage)
         return Request(
             **{key: options.get(key, value) for key, value in _DEFAULTS.items()}, recipe=recipe,
@@ -117,7 +117,7 @@ class Knowledge:
         )  # fmt: skip
 
     def options(self, stage: Stage) -> dict[str, Any]:
-        """The arguments of the search of `stage`. Raises ConfigError where there is no device to train on."""
+        """The arguments of the search of `stage`. Raises ConfigError if there is no device to train on."""
         found: dict[str, Any] = {**stage.options, **self.given}
         if "gpu" in self.given:  # a plan for a card elsewhere
             found["device"] = "sim"
@@ -155,17 +155,17 @@ def check_stages(about: Knowledge, *, only: str | None, tell: OnEvent) -> None:
 
 
 def _in_stage(named: Option) -> str:
-    """An option of a search in an error of a stage: the command of a pipeline has no --prompt-tokens."""
+    """Name of a search's option in an error of a stage, as a pipeline has it: its command lacks --prompt-tokens."""
     return f"prompt_tokens: {named.value} in the stage" if named.name == "prompt-tokens" else option(*named)
 
 
 class _Check:
-    """Looks at one stage after the other; the base model of an earlier one stands in for what it will train."""
+    """Checks one stage after the other; the base model of an earlier one stands in for its trained model."""
 
     def __init__(self, about: Knowledge, tell: OnEvent) -> None:
         self._about, self._tell = about, tell
         self._models: dict[str, object] = {}
-        self._wrong: dict[str, list[str]] = {}  # {what is wrong: the stages}
+        self._wrong: dict[str, list[str]] = {}  # {error: the stages}
 
     def look_at(self, stages: list[Stage]) -> None:
         """Raise one ConfigError for all that is wrong with `stages`."""
@@ -187,7 +187,7 @@ class _Check:
         return (self._read(stage, values, server) if looked_at else None) or values.get("model_name_or_path")
 
     def _read(self, stage: Stage, values: dict[str, object], server: ForkServer) -> str | None:
-        """The model of the recipe `values`, read as a search reads it; None where something is wrong with it."""
+        """The model of the recipe `values`, read as a search reads it; None if there is an error, which is noted."""
         request = self._about.request(stage, values)
         try:
             request.check()
@@ -210,19 +210,19 @@ _GOOD = ("done", "kept", "left alone")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """How one stage went. `kept`: it was done before, and nothing that it depends on has changed."""
+    """Outcome of one stage. `kept`: it was done before, and all its inputs are the same."""
 
     name: str
     trainer: str
     status: Status
-    what: str  # what happened, or what a run would do
+    what: str  # outcome, or plan of a run
     study: str | None = None
     trial: int | None = None
     final: Mapping[str, object] | None = None  # of its training: steps, losses, rewards, output_dir
 
     @property
     def model_path(self) -> str | None:
-        """Where its trained model (or adapter) lies; None before it is done."""
+        """Path of its trained model (or adapter), once it is done."""
         return None if self.final is None else model_path(self.final)
 
     def to_dict(self) -> dict[str, object]:
@@ -242,12 +242,12 @@ class PipelineResult(Shown):
 
     @property
     def status(self) -> Status:
-        """done, planned, interrupted or nothing fits: of the first stage that is not done."""
+        """done, planned, interrupted or nothing fits: of the first stage that is still to be done."""
         return next((stage.status for stage in self.stages if stage.status not in _GOOD), "done")
 
     @property
     def model_path(self) -> str | None:
-        """Where the last stage's trained model lies; None unless every stage is done."""
+        """Path of the last stage's trained model, if every stage is done."""
         return self.stages[-1].model_path if self.status == "done" else None
 
     def to_dict(self) -> dict[str, object]:
@@ -293,7 +293,7 @@ def run(
     Each stage is searched (`search=False`: only probed as it is), and its winner is trained as `autofit.promote` does.
     Called again, the pipeline goes on where it was: stages that are done are kept, a started training resumes from its
     last checkpoint. A stage whose recipe, data, code or earlier stages changed is trained again. `only` trains that one
-    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` says what would happen,
+    stage; `restart` trains again from step 0, all stages or the one of `only`. `plan` only predicts it,
     on this machine or on a simulated card, `gpu`.
 
     Everything that can be wrong with a stage is looked for before anything trains: each recipe is read with its data,
@@ -344,7 +344,7 @@ class _Driver:
         return self.about.state
 
     def planned(self, chosen: Collection[str], *, restart: bool) -> tuple[StageResult, ...]:
-        """What a run would do with each stage."""
+        """The plan of a run, as a result for each stage."""
         found = []
         for stage in self.about.pipeline.stages:
             text = self.about.next(stage, restart=restart) if stage.name in chosen else "left alone"
@@ -368,7 +368,7 @@ class _Driver:
         return tuple(found)
 
     def _train(self, stage: Stage) -> StageResult:
-        """Search and train `stage`, as far as it is not done."""
+        """Search and train `stage`, as far as is left to do."""
         self._say(stage, self.about.next(stage))
         if self.about.is_done(stage):
             return self._result(stage, "kept", "done before")
@@ -387,7 +387,7 @@ class _Driver:
         return self._result(stage, "done", f"{trained.final['steps']} steps")
 
     def _tuned(self, stage: Stage) -> KnownStage | StageResult:
-        """The fastest config of `stage`; its result where the search ends without one."""
+        """The fastest config of `stage`; the stage's result if the search ends with no winner."""
         inputs, again = self.about.inputs(stage), self.about.known(stage) is not None
         options = {key: value for key, value in self.about.options(stage).items() if value is not None}
         found = search_for_the_fastest(

@@ -42,7 +42,7 @@ _TRIALS = 12  # of a search that no time or plateau ends
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `autofit.search` was asked, as it was given; its docstring says what each means."""
+    """Arguments of `autofit.search`, as they were given; its docstring explains each."""
 
     recipe: Given | None
     name: str | None
@@ -71,7 +71,7 @@ class Request:
     executor: Executor = LOCAL
 
     def check(self) -> None:
-        """Raise ConfigError for what is wrong whatever the recipe and the machine."""
+        """Raise ConfigError for errors that are independent of the recipe and the machine."""
         if self.recipe is None and self.device in ("cpu", "cuda"):
             raise ConfigError(
                 f"the built-in baseline has synthetic prompts and runs on a simulated card; give a recipe or leave "
@@ -90,7 +90,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, and what it was made from that the search needs again."""
+    """A plan, and the inputs of it that the search needs again."""
 
     plan: Plan
     knobs: tuple[Knob, ...]  # of every tier
@@ -98,11 +98,11 @@ class Planned:
 
 
 def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) -> Planned:
-    """The plan of a search. Raises ConfigError for what cannot be: a card, a recipe, a space, a target too small."""
+    """The plan of a search. Raises ConfigError for an impossible card, recipe, space or target."""
     budget_s = seconds("time-budget", asked.time_budget)
     deadline_s = seconds("deadline", asked.deadline) or 0
     node = _node_cards(asked, on_event)
-    device, target = _device_and_target(asked, node)  # a wrong one is said at once
+    device, target = _device_and_target(asked, node)  # reports a wrong one at once
     check_prompt_tokens(asked.prompt_tokens, device)
     _headroom(asked.headroom, device, target)
     if device == "cuda" and node is None:
@@ -113,7 +113,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
     )  # fmt: skip
     headroom = _headroom(asked.headroom, device, target)
     if asked.space is not None:
-        read_space(asked.space, trainer=None)  # a wrong one is said at once
+        read_space(asked.space, trainer=None)  # reports a wrong one at once
     one = f"{own.source.name}-{os.getpid()}-{threading.get_native_id()}"  # of several that read a recipe at once
     scratch = asked.folder / "inspections" / re.sub(r"[^A-Za-z0-9._-]+", "-", one)
     claim(scratch)
@@ -150,7 +150,7 @@ def make_plan(asked: Request, server: ForkServer, on_event: OnEvent = silent) ->
 
 
 def _check_cards(asked: Request, server: ForkServer, on_event: OnEvent) -> None:
-    """Refuse cards on which CUDA does not start, or others compute; say what is broken, left out or missing."""
+    """Refuse cards on which CUDA fails to start, or others compute; report faults, cards left out and missing parts."""
     look = check_cuda(server, asked.folder)
     for line in (*look.refused, *look.faults, compiling_faults()):
         if line:
@@ -158,7 +158,7 @@ def _check_cards(asked: Request, server: ForkServer, on_event: OnEvent) -> None:
 
 
 def _node_cards(asked: Request, on_event: OnEvent) -> NodeCards | None:
-    """The cards of the cluster's nodes that the search is of; None where it is of this machine's, or of none."""
+    """The cards of the cluster's nodes that the search is for; None if it is for this machine's, or for none."""
     executor, device = asked.executor, asked.device
     if not executor.is_cluster or asked.recipe is None:
         return None
@@ -205,7 +205,7 @@ def _at_once(asked: Request, device: str, cards: int) -> int:
 
 
 def _probes_at_once(device: str, cards: int) -> int:
-    """As many as the machine has `cards` for, those of one probe; simulated ones share nothing but the processor.
+    """Number of probes at once: the machine's cards over `cards`, those of one probe; simulated ones share the CPU.
 
     On the CPU a second would slow the first.
     """
@@ -215,7 +215,7 @@ def _probes_at_once(device: str, cards: int) -> int:
 
 
 def _check_target(space: Space, limit_bytes: int) -> None:
-    """Refuse a target that not even the weights fit into, at the fewest bits that a candidate gives them."""
+    """Refuse a target below the bytes of the weights alone, at the fewest bits that a candidate gives them."""
     recipe = space.recipe
     weights, parameters = recipe.weights_bytes, recipe.model_parameters
     if weights is None or parameters is None:
@@ -238,7 +238,7 @@ def _whose(launch: Launch) -> str:
 
 
 def _or_less(recipe: Recipe, limit_bytes: int) -> str:
-    """How the weights take less, as the end of a sentence; "" where neither the recipe nor another tool's file can."""
+    """Ways to make the weights smaller, as the end of a sentence; "" if the recipe or its tool's file has none."""
     ways = list[str]()
     if recipe.resolved.get("dtype") in (None, "float32") and (words := in_16_bits(recipe.foreign)):
         ways.append(f"set {words}")

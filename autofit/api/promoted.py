@@ -36,7 +36,7 @@ class PromotedRun:
 
     @property
     def kept(self) -> bool | None:
-        """Whether every comparable figure is as promised; None where nothing could be compared."""
+        """True if every comparable figure is as promised; None if none is comparable."""
         known = [row.kept for row in self.rows if row.kept is not None]
         return all(known) if known else None
 
@@ -69,7 +69,7 @@ def promoted_runs(folder: Path, study: str) -> tuple[PromotedRun, ...]:
 
 
 def promoted_run(folder: Path) -> PromotedRun | None:
-    """The promoted run in `folder`; None where nothing was launched."""
+    """The promoted run in `folder`, if one was launched."""
     request = _request(folder)
     if request is None:
         return None
@@ -84,7 +84,7 @@ def promoted_run(folder: Path) -> PromotedRun | None:
 
 
 def _request(folder: Path) -> dict[str, object] | None:
-    """What the run was launched with; None for a file that is not a run's."""
+    """The request that the run was launched with; None for a file of anything else."""
     try:
         found = RunFolder(folder).request()
     except ValueError:  # torn, or another program's
@@ -109,7 +109,7 @@ def _sentence(text: str) -> str:
 
 
 def _kind(event: RunEvent) -> str:
-    """What the event is about, where its own words do not begin with it."""
+    """Kind of the event, as the end of a heading; "" if its text begins with it."""
     return "" if event.text.startswith(f"{event.kind} ") else f", {event.kind}"
 
 
@@ -118,7 +118,7 @@ def _clock(seconds: float) -> str:
 
 
 _ENDED_SHOWN = 3  # of the runs that ended, the last
-_REST = 10.0  # a long run is read anew after so many times the time that reading it took
+_REST = 10.0  # a long run is read anew after this multiple of its reading time
 _TAIL_BYTES = 2**16  # of the logged steps, about a hundred lines
 
 
@@ -146,7 +146,7 @@ class Runs:
         return [r for r in found if r.state == "running"] + ended[:_ENDED_SHOWN]
 
     def progress(self, run: PromotedRun) -> RunProgress | None:
-        """How far the run is; None before its first logged step."""
+        """Progress of the run, after its first logged step."""
         return progress_of(self._read[run.folder].lines)
 
     def last_line(self, run: PromotedRun) -> dict[str, object]:
@@ -171,7 +171,7 @@ class Runs:
 
 
 def _readable(folder: Path) -> PromotedRun | None:
-    """The run in `folder`; None for files that are not a run's."""
+    """The run in `folder`; None for files of anything else."""
     try:
         return promoted_run(folder)
     except (OSError, ValueError, KeyError, TypeError):
@@ -194,6 +194,6 @@ def _alive(folder: Path) -> bool:
 
 
 def _changed_s(folder: Path) -> float:
-    """When the run last logged, in seconds since 1970."""
+    """Time at which the run last logged, in seconds since 1970."""
     sizes = [stamp(folder / name) for name in (PROGRESS, "request.json")]
     return max((size[1] for size in sizes if size is not None), default=0) / 1e9

@@ -47,17 +47,17 @@ class ProofResult(Shown):
 
     @property
     def verdict(self) -> Verdict:
-        """What follows: baseline, proven, not compared, refused, approximate or recipe."""
+        """The conclusion: baseline, proven, not compared, refused, approximate or recipe."""
         return self.proof.verdict
 
     @property
     def refused(self) -> bool:
-        """Whether the trial is claimed to be neutral and is not."""
+        """True if the trial is claimed to be neutral and is not."""
         return self.proof.verdict is Verdict.REFUSED
 
     @property
     def relative_difference(self) -> float | None:
-        """Norm of the gradients' difference over that of the baseline's; None where nothing was compared."""
+        """Norm of the gradients' difference over that of the baseline's, if they were compared."""
         return self.proof.relative_difference
 
     def to_dict(self) -> dict[str, object]:
@@ -65,7 +65,7 @@ class ProofResult(Shown):
         return {"study": self.study, **self.proof.to_json()}
 
     def parts(self) -> list[Table | str]:
-        """The verdict, the numbers, and what was not compared."""
+        """The verdict, the numbers, and the parts left out of the comparison."""
         return [*lines(self.proof, self.original, self.names)]
 
     def plot(self) -> "Figure":
@@ -95,12 +95,12 @@ class PromotionResult(Shown):
 
     @property
     def verdict(self) -> str:
-        """Whether the run kept the promise of the search, as a sentence; "" before its end."""
+        """Sentence on whether the run kept the promise of the search; "" before its end."""
         return "" if self.run is None else self.run.verdict
 
     @property
     def model_path(self) -> str | None:
-        """Where the trained model lies; None unless the run is done."""
+        """Path of the trained model, if the run is done."""
         return None if self.final is None else model_path(self.final)
 
     def to_dict(self) -> dict[str, object]:
@@ -112,7 +112,7 @@ class PromotionResult(Shown):
         return {**whole, **(self.final or {}), **kept}
 
     def parts(self) -> list[Table | str]:
-        """How the run went and where the model is."""
+        """Outcome of the run, and the path of the model."""
         if self.final is None:
             how = "was interrupted; the same call resumes it" if self.status == "interrupted" else "was not launched"
             how_to = [f"run it with: {self.command}"] if self.status == "written" and self.command else []

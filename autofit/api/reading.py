@@ -102,7 +102,7 @@ def read_recipe(
 
 
 def _in_own_keys(recipe: Recipe) -> Recipe:
-    """`recipe`; where it is another tool's file, without the knobs that the tool has no key for."""
+    """`recipe`; for another tool's file, less the knobs that the tool has no key for."""
     if not recipe.foreign:
         return recipe
     reason = f"{recipe.foreign['tool']} has no key for it"
@@ -140,7 +140,7 @@ def check_cards(recipe: Recipe, device: str) -> None:
 
 
 def describe_device(device: str, target_bytes: int, cards: int = 1) -> str:
-    """Where probes run and how much of each card they may use, in words."""
+    """Device of the probes and the bytes of each card that they may use, in words."""
     target = format_bytes(target_bytes)
     if not device.startswith("sim:"):
         many = f"{cards} cards, " if cards > 1 and device == "cuda" else ""
@@ -164,7 +164,7 @@ def check_prompt_tokens(prompt_tokens: int | None, device: str) -> None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explained(Shown):
-    """What the file says, what its tool adds and refuses: `explanation.lines`, `wrong`, `unread` and `notes`."""
+    """Contents of the file, as its tool reads it: `explanation.lines`, `wrong`, `unread` and `notes`."""
 
     explanation: Explanation
 
@@ -178,10 +178,10 @@ class Explained(Shown):
 def explain(
     file: str | os.PathLike[str], *, changes: Mapping[str, object] | None = None, num_processes: int | None = None,
 ) -> Explained:  # fmt: skip
-    """What a file of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1 trains, in less than a second, without torch.
+    """The training that a file of verl, LLaMA-Factory, Axolotl, ms-swift or open-r1 describes, in under a second.
 
     `file` is a YAML, a shell script, or a command such as "swift sft --model ...". `changes` are in the tool's own
-    keys; `num_processes` ranks (GPUs) count in place of what the file says. Raises ConfigError.
+    keys; `num_processes` ranks (GPUs) count in place of the file's. Reads without torch. Raises ConfigError.
     """
     with named_as_arguments():
         return Explained(explained([os.fspath(file)], changes or {}, ranks=num_processes))

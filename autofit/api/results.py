@@ -1,4 +1,4 @@
-"""What a search found: its trials, their front, the winner and why, read from the study."""
+"""The result of a search: its trials, their front, the winner and why, read from the study."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -48,8 +48,8 @@ class SearchResult(Shown):
     fidelity: str  # measured, or predicted on a simulated card
     trials: tuple[TrialResult, ...]
     front: tuple[TrialResult, ...]  # the trials that nothing beats in both step time and bytes, fastest first
-    winner: TrialResult | None  # None where nothing fits
-    baseline: TrialResult | None  # the recipe as it is; None where it was not probed
+    winner: TrialResult | None  # None if nothing fits
+    baseline: TrialResult | None  # the recipe as it is; None if it was not probed
     reasons: tuple[str, ...]  # sentences: what the winner changes and gives, or what to relax when nothing fits
     confirmation: Mapping[str, object] | None  # the winner's longer probes: figures, comparison, those that gave way
     confirmation_note: str
@@ -57,15 +57,15 @@ class SearchResult(Shown):
     stop: Stop | None = None  # why the search ended; None in a report
     neighbours: tuple[Neighbour, ...] | None = None  # the winner with one knob a step further
     margin: Margin | None = None  # what the winner leaves free
-    tight: str = ""  # what a predicted winner may take where that is more than the target, in sentences
+    tight: str = ""  # possible need of a predicted winner, if it exceeds the target, in sentences
     rule: Mapping[str, object] = field(default_factory=dict)  # by which the winner was picked
-    relaxed: str = ""  # what a lower of the allowed tiers offers, where it is clearly faster
+    relaxed: str = ""  # gain of a lower of the allowed tiers, if it is clearly faster
     repeat_note: str = ""  # the trials whose probe was doubted, and what their second one said
     allow: Tier = "neutral"  # the lowest tier that the search was allowed
-    outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner; where nothing fits, what would
+    outside: tuple[Outside, ...] = ()  # changes beyond that tier, on top of the winner, or else changes that would fit
     trainer: str = ""
     card: str | None = None  # the kind of card of a search on a cluster
-    predicted: Cloud | None = None  # of all candidates, thinned; None where nothing was predicted
+    predicted: Cloud | None = None  # of all candidates, thinned; None if nothing was predicted
     proof: str = ""  # of the winner's gradient, as a sentence; "" before it is made
     promoted: tuple[PromotedRun, ...] = ()  # the full runs of its trials
     foreseen: tuple[Foreseen, ...] = ()  # candidates on the front that were predicted, not probed, fastest first
@@ -109,12 +109,12 @@ class SearchResult(Shown):
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search; the same call goes on with it."""
+        """True if Ctrl-C ended the search; the same call goes on with it."""
         return self.stop is not None and self.stop.kind is StopKind.INTERRUPTED
 
     @property
     def why(self) -> str:
-        """Why the winner won, or what to relax when nothing fits, in one line without its full stop."""
+        """Reason why the winner won, or the constraint to relax if nothing fits, in one line less its full stop."""
         return ". ".join(self.reasons)
 
     @property
@@ -184,11 +184,11 @@ class SearchResult(Shown):
         return [*tables, *filter(None, sentences), *runs]
 
     def advice_parts(self) -> list[str]:
-        """What lies outside the allowed tier; [] where nothing is known of it."""
+        """Changes outside the allowed tier; [] if unknown."""
         return outside_lines(self.outside, self.original, self.allow, fits=self.winner is not None, names=self.names)
 
     def margin_words(self, *, predicted: bool = False) -> str:
-        """What the winner leaves free, as a sentence; "" without a target. `predicted`: as `margin_sentence` has it."""
+        """Memory that the winner leaves free, as a sentence; "" if untargeted. `predicted`: as in `margin_sentence`."""
         if self.margin is None:
             return ""
         key = self.margin.key and self.names.get(self.margin.key, self.margin.key)
@@ -219,7 +219,7 @@ def read_result(folder: Path, name: str | None, *, stop: Stop | None = None) -> 
 
 
 def _reasons(trials: Sequence[Trial], record: StudyRecord) -> list[str]:
-    """Why the winner won; what was skipped ends the last sentence."""
+    """Reasons why the winner won; the skipped candidates end the last sentence."""
     *found, last = reasons(
         trials, record.resolved, record.target_bytes, record.rule, allow=record.allow, names=own_names(record.foreign)
     )
@@ -232,12 +232,12 @@ def _tight(best: Trial | None, target_bytes: int | None) -> str:
 
 
 def neighbours_of(kept: Mapping[str, object]) -> tuple[Neighbour, ...]:
-    """The rows of what a study keeps of its winner's sensitivity."""
+    """The rows of the kept sensitivity of a study's winner."""
     return tuple(Neighbour(**row) for row in cast(list[dict[str, Any]], kept["neighbours"]))
 
 
 def margin_of(kept: Mapping[str, object]) -> Margin:
-    """The margin of what a study keeps of its winner's sensitivity."""
+    """The margin in the kept sensitivity of a study's winner."""
     return Margin(**cast(dict[str, Any], kept["margin"]))
 
 

@@ -166,7 +166,7 @@ def search(
             if database.url is not None:
                 open_storage(
                     asked.folder, create=True
-                ).engine.dispose()  # a server that is away, or only reads, is told at once
+                ).engine.dispose()  # reports at once a server that is away, or only reads
             server = fork_server(asked.folder)
             try:
                 run = _Run(asked, server, on_event or silent, on_progress, on_result, on_advice)
@@ -182,7 +182,7 @@ def report(
     study: str | None = None, *, folder: str | Path = FOLDER, html: str | Path | None = None,
     storage: str | None = None,
 ) -> SearchResult:  # fmt: skip
-    """The result of the study called `study` in `folder`, or of the one used last. Raises ConfigError for none.
+    """The result of the study called `study` in `folder`, or of the one used last. Raises ConfigError if there is none.
 
     `html` is the path of a file to which it is also written, as a web page that needs nothing else.
     """
@@ -199,7 +199,7 @@ def report(
 
 @contextlib.contextmanager
 def _kept_if_used(folder: Path) -> Iterator[None]:
-    """Context in which `folder` may be made; if so, it is deleted where a wrong recipe leaves no more than a log."""
+    """Context in which `folder` may be made; if so, it is deleted again if a wrong recipe leaves only a log."""
     was_there = folder.exists()
     try:
         yield
@@ -310,7 +310,7 @@ class _Run:
         return None if show is None else lambda found: show(_progress(found, plan))
 
     def _forecast_as_evaluated(self, planned: Planned) -> tuple[Planned, Forecast | None]:
-        """The plan and its forecast with the recipe's own batch of an evaluation, unless nothing is predicted to fit.
+        """The plan and its forecast with the recipe's own batch of an evaluation, if any candidate is predicted to fit.
 
         Then the largest is tried with which a candidate is predicted to fit.
         """
@@ -330,7 +330,7 @@ class _Run:
         return replace(wider, plan=replace(wider.plan, space=as_evaluated(wider.plan.space, samples))), others
 
     def _forecast_without_offload(self, planned: Planned) -> tuple[Planned, Forecast | None]:
-        """The plan and its forecast; on a simulated card without offloads to the host, unless nothing else fits."""
+        """The plan and its forecast; on a simulated card, offloads to the host are tried only if nothing else fits."""
         plan = planned.plan
         space = without_offload(plan.space) if plan.device.startswith("sim:") else plan.space
         lean = replace(planned, plan=replace(plan, space=space))
@@ -343,7 +343,7 @@ class _Run:
         return planned, self._forecast(planned)
 
     def _forecast(self, planned: Planned) -> Forecast | None:
-        """What the simulated card says of every candidate; None on the CPU, or on a card that is not known."""
+        """Prediction for every candidate on the simulated card; None on the CPU, or on an unknown card."""
         plan, scratch = planned.plan, planned.scratch
         device, remark = simulated_twin(plan.device, plan.card), about_twin(plan.device, plan.card)
         if remark:
@@ -392,7 +392,7 @@ class _Run:
                        label="predicted")  # fmt: skip
 
     def _keep_relaxed(self, planned: Planned, study: optuna.Study) -> None:
-        """Keep with the study what a lower tier offers, where one is clearly faster."""
+        """Keep with the study the gain of a lower tier, if one is clearly faster."""
         plan, trials, record = planned.plan, trials_of(study), record_of(study)
         best, words = winner(trials, **record.rule), ""
         if best is not None and plan.predictions is not None:
@@ -458,7 +458,7 @@ class _Run:
         return not interrupted
 
     def _estimator(self, plan: Plan, folder: str) -> Estimator | None:
-        """Simulations on the twin of the plan's card; None where there is none."""
+        """Simulations on the twin of the plan's card, if it has one."""
         device = simulated_twin(plan.device, plan.card)
         if device is None or plan.limit_bytes is None:
             return None
@@ -483,7 +483,7 @@ class _Run:
 
 
 class _Ahead:
-    """What lies outside the tier of a study's winner, simulated while the last probes run. It says nothing meanwhile.
+    """Changes outside the tier of a study's winner, simulated silently while the last probes run.
 
     These probes are for the front, so that the winner mostly stays; else all of it is dropped.
     """
@@ -496,7 +496,7 @@ class _Ahead:
         self._said: list[str] = []
 
     def begin(self) -> None:
-        """Begin for the winner so far, if the study does not know the answer."""
+        """Begin for the winner so far, unless the study has the answer."""
         record, trials = record_of(self._study), trials_of(self._study)
         self._best = best = winner(trials, **record.rule)
         if best is not None and not is_known(record.outside, best, record.allow):
@@ -505,7 +505,7 @@ class _Ahead:
             )  # fmt: skip
 
     def found(self, best: Trial | None, tell: Callable[[str], None]) -> dict[str, object] | None:
-        """The answer for the winner `best`, and all that was to be said of it; None: it is to be looked for anew."""
+        """The answer for the winner `best`, after its messages were told; None: it must be simulated anew."""
         if self._made is None or best != self._best:
             return None
         made = self._made.result()
@@ -514,11 +514,11 @@ class _Ahead:
         return made
 
     def cancel(self) -> None:
-        """Let what is still at work end soon."""
+        """Make the work still running end soon."""
         self._estimator.cancel()
 
     def end(self) -> None:
-        """Stop what is still at work."""
+        """Stop the work still running."""
         self.cancel()
         self._pool.shutdown()
         shutil.rmtree(self._estimator.folder, ignore_errors=True)
@@ -526,9 +526,9 @@ class _Ahead:
 
 @contextlib.contextmanager
 def _database_made(folder: Path) -> Iterator[None]:
-    """Context in which another thread makes the studies' own database where there is none, in most of a second.
+    """Context in which another thread makes the studies' own database if it is missing, in most of a second.
 
-    What is wrong with it is told by the call that opens it next.
+    The next call that opens it reports its faults.
     """
     database = database_of(folder)
     if database.url is not None or is_there(database.path):

@@ -39,18 +39,18 @@ class Shown:
     __slots__ = ()
 
     def parts(self) -> list[Table | str]:
-        """What is shown, from the top down; a sentence is a line, with its options marked (autofit.errors.option)."""
+        """The shown parts, from the top down; a sentence is a line, with its options marked (autofit.errors.option)."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, object]:
-        """The result as plain values: what a command prints with --json."""
+        """The result as plain values: the output of a command with --json."""
         raise NotImplementedError
 
     def __str__(self) -> str:
         return "\n".join(map(_text_of, self.parts()))
 
     def __repr__(self) -> str:
-        """What a Python prompt shows: on a terminal no wider than that."""
+        """Text at a Python prompt: on a terminal at most as wide as it."""
         if not sys.stdout.isatty():
             return str(self)
         width = min(shutil.get_terminal_size().columns, WIDTH)
@@ -187,7 +187,7 @@ def _needs(packages: Sequence[str]) -> str:
 def sensitivity_table(
     number: int, neighbours: Sequence[Neighbour], names: Mapping[str, str] | None = None
 ) -> Table | None:
-    """Rows of trial `number` with one knob changed by one step, where it makes a difference; None without any."""
+    """Rows of trial `number` with one knob changed by one step, for each that makes a difference; None if none does."""
     known = [row for row in neighbours if _differs(row)]
     if not known:
         return None
@@ -209,7 +209,7 @@ def sensitivity_table(
 
 
 def _differs(row: Neighbour) -> bool:
-    """Whether the change shows in the bytes or in the seconds, or decides whether it fits."""
+    """True if the change shows in the bytes or in the seconds, or decides the fit."""
     if row.device_used_delta_bytes is None:
         return False
     used, step = _signed(row.device_used_delta_bytes, format_bytes), _signed(row.step_delta_s or 0.0, format_seconds)
@@ -222,9 +222,9 @@ def _signed(value: float, text: Callable[[int], str]) -> str:
 
 
 def margin_sentence(margin: Margin, *, predicted: bool = False) -> str:
-    """What the winner leaves under the limit (target - headroom), in one sentence; "" without a target.
+    """Bytes that the winner leaves under the limit (target - headroom), in one sentence; "" if there is no target.
 
-    `predicted`: that all figures are is said elsewhere.
+    `predicted`: another sentence says that all figures are.
     """
     if margin.bytes_left is None:
         return ""
@@ -246,5 +246,5 @@ def _or_dash(value: object, text: object, *, at_least: bool = False) -> str:
 
 
 def sentence(text: str) -> str:
-    """`text` with a capital, and a full stop where it has no end."""
+    """`text` with a capital, and a full stop if it lacks an end."""
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', ':')) else '.'}"

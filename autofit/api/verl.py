@@ -1,4 +1,4 @@
-"""A study and verl: a trial in verl's keys, and a run under verl against what a trial promised."""
+"""A study and verl: a trial in verl's keys, and a run under verl against the promise of a trial."""
 
 import json
 import re
@@ -48,7 +48,7 @@ class VerlLog:
 
 
 def read_log(path: Path) -> VerlLog:
-    """The log at `path`. Raises ConfigError for a file that has no step of verl in it."""
+    """The log at `path`. Raises ConfigError for a file that lacks any step of verl."""
     try:
         text = regular_bytes(path, most=_MOST_BYTES, what="a log of verl")[0].decode("utf-8", errors="replace")
     except ConfigError as error:
@@ -76,7 +76,7 @@ def read_log(path: Path) -> VerlLog:
 
 
 def _metrics(line: str) -> Iterator[tuple[str, float]]:
-    """(name, number) of a line; nothing of a line that is no step."""
+    """(name, number) pairs of a line; empty for a line of anything but a step."""
     if line.lstrip().startswith("{"):
         try:
             data = json.loads(line).get("data")
@@ -100,7 +100,7 @@ def _most(steps: list[dict[str, float]], name: str) -> int | None:
     return None
 
 
-_SERVED = "vLLM"  # the category of what is verl's server process's, which verl's log does not count
+_SERVED = "vLLM"  # the category of the bytes of verl's server process, which verl's log leaves out
 # {verl's timer: the phases of a simulated step that it covers}
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "gen": ("rollout",), "old_log_prob": ("old log-probs",), "ref": ("reference",), "update_weights": ("sync",),
@@ -111,7 +111,7 @@ _UPDATE = ("loading", "update", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of the promise and of the run: bytes, or seconds. None where the one or the other has none."""
+    """A figure of the promise and of the run: bytes, or seconds. None if either lacks one."""
 
     name: str
     promised: float | None
@@ -172,7 +172,7 @@ def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str 
 def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterator[Figure]:
     """The memory and the phases, those that verl timed or the promise has.
 
-    A simulated step is an optimizer step, with its share of what a generation has once.
+    A simulated step is an optimizer step, with its share of the parts that a generation has once.
     """
     yield Figure("allocated", _allocated(promised), log.allocated_bytes)
     yield Figure("reserved", None, log.reserved_bytes)  # a simulated card caches vLLM's bytes and the actor's together
@@ -184,13 +184,13 @@ def rows_of(log: VerlLog, promised: ProbeResult, optimizer_steps: int) -> Iterat
 
 
 def _sum(seconds: Mapping[str, float], names: tuple[str, ...], times: int) -> float | None:
-    """The seconds of so many of the phases' steps; None where none is known."""
+    """The seconds of `times` steps of the phases, if any is known."""
     found = [seconds[name] for name in names if name in seconds]
     return sum(found) * times if found else None
 
 
 def _allocated(promised: ProbeResult) -> int | None:
-    """The largest peak of a phase without what vLLM holds in it."""
+    """The largest peak of a phase, less the bytes that vLLM holds in it."""
     parts = promised.categories
     return max(
         (p.peak_allocated_bytes - parts[p.name].get(_SERVED, 0) for p in promised.phases if parts.get(p.name)),
@@ -211,7 +211,7 @@ class Export:
     trial: int
     whole: bool
     overrides: Mapping[str, object]
-    changes: tuple[str, ...]  # what is another in verl, a sentence each
+    changes: tuple[str, ...]  # differences in verl, a sentence each
 
     def __str__(self) -> str:
         comments = [line for text in self.changes for line in _comment.wrap(text)]

@@ -1,1 +1,1 @@
-"""Jobs on a cluster: what is asked of Slurm, how a job is submitted, and what has become of it. No torch here."""
+"""Jobs on a cluster: requests to Slurm, submission of a job, and its state. Free of torch."""

@@ -44,7 +44,7 @@ _BROKEN = (
 
 
 def node_fault(device: str, folder: Path, *, card: str | None = None, cards: int = 1) -> str | None:
-    """One line: why this node must not run probes on `device` in `folder`; None where it may.
+    """Reason, in one line, why this node is unfit to run probes on `device` in `folder`, if it is.
 
     On "cuda" at least `cards` cards must be visible, all of the kind `card` (None: any), unharmed and held by nobody.
     The driver is asked in a child, so this takes a second or so, and a minute at most where the driver hangs.
@@ -82,13 +82,13 @@ def only_cards(count: int) -> dict[str, str]:
 
 
 def wrong_kind(gpus: tuple[Gpu, ...], card: str) -> str | None:
-    """One line where one of the cards is not of the kind `card`."""
+    """One line if one of the cards is of another kind than `card`."""
     others = sorted({kind_of(gpu) for gpu in gpus if not is_of_kind(gpu, card)})
     return f"its card is {', '.join(others)}, and the study is of {card}" if others else None
 
 
 def is_card_broken(text: str) -> bool:
-    """Whether an error's text, or the end of a log, says that the card itself is broken or cannot be used."""
+    """True if an error's text, or the end of a log, shows that the card itself is broken or unusable."""
     return any(words in text for words in _BROKEN)
 
 
@@ -120,13 +120,13 @@ class NodeCards:
 
 
 def asks_for_cards(executor: Executor) -> bool:
-    """Whether jobs get cards of their own."""
+    """True if jobs get cards of their own."""
     return executor.gpus_per_node is not None or any("gpu" in f"{o}={executor.slurm.get(o, '')}" for o in _OF_GRES
                                                      if o in executor.slurm)  # fmt: skip
 
 
 def named_cards(name: str, executor: Executor) -> NodeCards:
-    """The cards of the kind that the user names, as the table knows it: no job is asked. Raises ConfigError."""
+    """The cards of the kind that the user names, by the table alone, before any job. Raises ConfigError."""
     try:
         spec = gpu_spec(name)
     except UnknownGpuError as error:
@@ -187,7 +187,7 @@ def _asked(executor: Executor, folder: Path, path: Path, say: Callable[[str], No
 
 
 def _waited_for(cluster: Cluster, job: str, path: Path, say: Callable[[str], None]) -> dict[str, object]:
-    """What the job writes to `path`; says why it waits. Raises EnvironmentFault where it ends without."""
+    """The job's answer in `path`; reports why it waits. Raises EnvironmentFault if it ends before writing it."""
     said, ended_at = "", None
     say(f"asks a node for its card (job {job})")
     while (told := read_json(path)) is None:
@@ -207,7 +207,7 @@ def _waited_for(cluster: Cluster, job: str, path: Path, say: Callable[[str], Non
 
 
 def tell_cards(path: str) -> None:
-    """The job: write what its node's driver tells, the node's name, and what it cannot compile."""
+    """The job: write the report of its node's driver, the node's name, and its faults of compilation."""
     node = {"node": own_node(), "missing": compiling_faults()}
     write_json(Path(path), {**look_at_cards().to_json(), **node})
 
@@ -227,7 +227,7 @@ def check_count(cards: Sequence[Gpu], needed: int) -> None:
 
 
 def executor_findings(folder: Path, *, cards: int) -> list[Finding]:
-    """Of executor.yaml in `folder`, for probes of so many `cards`; none without the file. Raises ConfigError."""
+    """Findings on executor.yaml in `folder`, for probes of `cards` cards; [] if it is missing. Raises ConfigError."""
     executor = read_executor(None, {}, folder) if (folder / FILE).exists() else Executor()
     return list(_executor_findings(executor, str(folder / FILE), cards)) if executor.kind == SLURM else []
 

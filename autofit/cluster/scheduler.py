@@ -1,4 +1,4 @@
-"""Where jobs run, and what is asked of a cluster, in Slurm's own words; and its scheduler as a protocol.
+"""Executor of jobs, and requests to a cluster, in Slurm's own words; and its scheduler as a protocol.
 
 Slurm is `autofit/cluster/slurm.py`, another is one file of the same functions: `executor: slurm` names the first,
 `executor: my_scheduler:CLUSTER` an object, or a module, of your own.
@@ -37,7 +37,7 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
-    """Where jobs run. All but `kind` and `probes_per_job` are sbatch's options of the same name; None: its default."""
+    """Executor of jobs. All but `kind` and `probes_per_job` are sbatch options of the same name; None: its default."""
 
     kind: Kind = "local"
     partition: str | None = None
@@ -55,12 +55,12 @@ class Executor:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether jobs go to a scheduler, and not to this machine."""
+        """True if jobs go to a scheduler, rather than to this machine."""
         return self.kind not in ("local", "debug")
 
     @property
     def is_requeued(self) -> bool:
-        """Whether Slurm may put its jobs back into the queue."""
+        """True if Slurm may put its jobs back into the queue."""
         return "no-requeue" not in self.slurm
 
     @property
@@ -96,7 +96,7 @@ def time_s(text: str) -> float:
 
 
 def read_executor(kind: str | None, options: Mapping[str, object], folder: Path) -> Executor:
-    """The executor that is asked for: `options` that are not None, over executor.yaml in `folder` where there is one.
+    """The executor that is asked for: the `options` that are set, over executor.yaml in `folder` if there is one.
 
     Options of Slurm ask for Slurm, where neither `kind` nor the file names another executor. Raises ConfigError for an
     unknown key, a value of the wrong kind, or an option of Slurm beside another executor.
@@ -129,7 +129,7 @@ def read_executor(kind: str | None, options: Mapping[str, object], folder: Path)
 
 
 def _check_mine(path: Path) -> None:
-    """Raise ConfigError for an executor file that another user may have written: nobody named it, and it runs code.
+    """Raise ConfigError for an executor file that another user may have written: it was found unasked, and runs code.
 
     Root takes that of the folder's owner: in a container the files are often another user's.
     """
@@ -259,7 +259,7 @@ _ALIVE = frozenset((
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """What a scheduler says of a job: its state in Slurm's words, its nodes, the reason why it waits, its name."""
+    """A scheduler's report on a job: its state in Slurm's words, its nodes, the reason why it waits, its name."""
 
     state: str
     nodes: str = ""
@@ -276,18 +276,18 @@ class JobState:
 
 
 class Queue(Protocol):
-    """The states of all jobs of this user. It asks the scheduler seldom, whatever is asked of it."""
+    """The states of all jobs of this user. It asks the scheduler seldom, however often it is asked."""
 
     command: str  # the command that it asks
     calls: int  # answers of the scheduler so far
     asked_at: float  # time.monotonic() before the call that told the states
 
     def state(self, job_id: str) -> JobState | None:
-        """The state of a job; one that the scheduler no longer knows is ENDED. None: not known yet, ask again later."""
+        """The state of a job; one that the scheduler has forgotten is ENDED. None: unknown yet, ask again later."""
         ...
 
     def waits(self, job_id: str) -> bool:
-        """Whether the job waits, as far as the scheduler has said."""
+        """True if the job waits, by the scheduler's last answer."""
         ...
 
     def states(self) -> Mapping[str, JobState]:
@@ -297,7 +297,7 @@ class Queue(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnJob:
-    """The job that this process belongs to, of which one process runs on each node."""
+    """The job that this process belongs to, with one process on each node."""
 
     job: str
     id: str  # as the queue tells it: of an array, with this job's number in it
@@ -308,7 +308,7 @@ class OwnJob:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node that decides for all."""
+        """True if this is the node that decides for all."""
         return self.node == 0
 
     def first_address(self) -> str:
@@ -324,11 +324,11 @@ class OwnJob:
         raise NotImplementedError
 
     def is_running(self) -> bool:
-        """Whether the job is to go on: neither cancelled nor put back into the queue."""
+        """True if the job is to go on; False once it is cancelled or put back into the queue."""
         raise NotImplementedError
 
     def requeue(self) -> None:
-        """Put the job back into the queue, which ends this process soon. Raises EnvironmentFault where it cannot."""
+        """Put the job back into the queue, which ends this process soon. Raises EnvironmentFault if that fails."""
         raise NotImplementedError
 
 
@@ -338,7 +338,7 @@ class Cluster(Protocol):
     title: str  # its name, for people
 
     def check_commands(self) -> None:
-        """Raise EnvironmentFault where this machine has not the scheduler's commands."""
+        """Raise EnvironmentFault if this machine lacks the scheduler's commands."""
         ...
 
     def submit(
@@ -370,21 +370,21 @@ class Cluster(Protocol):
         ...
 
     def nodes_of(self, partition: str | None) -> frozenset[str]:
-        """The names of the nodes of the partition, of the default one without a name; empty where it does not say."""
+        """The names of the nodes of the partition (None: the default one); empty if unknown."""
         ...
 
     def is_out_of_memory(self, said: str) -> bool:
-        """Whether the end of a job's log says that the scheduler ended the job for its memory."""
+        """True if the end of a job's log shows that the scheduler ended the job for its memory."""
         ...
 
     def own_job(self) -> OwnJob | None:
-        """The job of this process; None where it is in none."""
+        """The job of this process, if it is in one."""
         ...
 
 
 @cache
 def cluster_of(kind: Kind) -> Cluster:
-    """The scheduler of the executor `kind`: slurm, or module:object. Raises ConfigError where it cannot be imported."""
+    """The scheduler of the executor `kind`: slurm, or module:object. Raises ConfigError if its import fails."""
     module, colon, target = ("autofit.cluster.slurm", "", "") if kind == SLURM else kind.partition(":")
     if colon and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -401,13 +401,13 @@ def cluster_of(kind: Kind) -> Cluster:
 
 
 def check_commands(executor: Executor) -> None:
-    """Raise EnvironmentFault where jobs go to a scheduler and this machine has not its commands."""
+    """Raise EnvironmentFault if jobs go to a scheduler and this machine lacks its commands."""
     if executor.is_cluster:
         cluster_of(executor.kind).check_commands()
 
 
 def own_job() -> OwnJob | None:
-    """The job that this process is part of; None where it is in none."""
+    """The job that this process is part of, if it is in one."""
     return cluster_of(os.environ.get(IN, SLURM)).own_job()
 
 

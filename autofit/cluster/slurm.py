@@ -1,4 +1,4 @@
-"""Jobs of Slurm: submitted by submitit, followed with one `squeue` for all, cancelled. Nothing else calls Slurm."""
+"""Jobs of Slurm: submitted by submitit, followed with one `squeue` for all, cancelled. The only caller of Slurm."""
 
 import getpass
 import math
@@ -23,7 +23,7 @@ title = "Slurm"
 SQUEUE_EVERY_S = 5.0  # least time between two calls, however many jobs there are
 _CALL_S = 60.0  # longest wait for an answer of slurmctld
 _UNSEEN = 3  # answers without a job that was seen, or submitted, before: then it has ended
-_DAY_S = 24 * 3600.0  # time limit of a job where none is given, unless the partition allows less
+_DAY_S = 24 * 3600.0  # default time limit of a job, unless the partition allows less
 # What slurmstepd prints where it ends a step for its memory: by its own count (JobAcctGatherParams=OverMemoryKill;
 # the job is FAILED then), or as the kernel tells it of a cgroup.
 _OUT_OF_MEMORY = re.compile(r"exceeded (\w+ )?memory limit|oom[-_]kill|out-of-memory handler", re.IGNORECASE)
@@ -37,7 +37,7 @@ _NOT_HERE = (
 
 
 def check_commands() -> None:
-    """Raise EnvironmentFault where this machine has not Slurm's commands."""
+    """Raise EnvironmentFault if this machine lacks Slurm's commands."""
     if any(shutil.which(command) is None for command in _COMMANDS):
         raise EnvironmentFault(_NOT_HERE)
 
@@ -83,14 +83,14 @@ def submit(
 
 
 def _no_partition(executor: Executor) -> str:
-    """That an asked partition is not there, and those that are; "" where all are, or Slurm does not answer."""
+    """Sentence on a missing partition, with the existing ones; "" if all exist, or Slurm is silent."""
     known = partition_limits_s() or {}
     missing = [name for name in (executor.partition or "").split(",") if name and name not in known]
     return f"; there is no partition {missing[0]}, but {', '.join(sorted(known)[:20])}" if known and missing else ""
 
 
 def _arrays(arguments: Sequence[str]) -> list[Sequence[str]]:
-    """`arguments` in parts that one array may have: a site's MaxArraySize, 0 where it allows none."""
+    """`arguments` in parts that one array may have: a site's MaxArraySize, 0 if it forbids arrays."""
     longest = len(arguments)
     if longest > 1:
         found = re.search(r"MaxArraySize\s*=\s*(\d+)", _call(["scontrol", "show", "config"], needed=False) or "")
@@ -99,12 +99,12 @@ def _arrays(arguments: Sequence[str]) -> list[Sequence[str]]:
 
 
 def limit_of_job_s(executor: Executor) -> float:
-    """The time limit of a job in seconds: what was asked for, else a day or what the partition allows."""
+    """The time limit of a job in seconds: the requested one, else a day or the partition's limit."""
     return executor.time_s or min(_DAY_S, _partition_s(executor.partition))
 
 
 def _partition_s(name: str | None) -> float:
-    """The longest time in seconds that the partition allows a job, of the default one without a `name`."""
+    """The longest time in seconds that the partition allows a job; `name` None is the default one."""
     if name not in _KNOWN_LIMITS_S and (found := _of_partition(name, "%l")):  # where Slurm is silent, it is asked again
         _KNOWN_LIMITS_S[name] = _limit_s(found[0])
     return _KNOWN_LIMITS_S.get(name, math.inf)
@@ -114,12 +114,12 @@ _KNOWN_LIMITS_S: dict[str | None, float] = {}
 
 
 def nodes_of(partition: str | None) -> frozenset[str]:
-    """The names of the nodes of the partition, of the default one without a name; empty where Slurm does not say."""
+    """The names of the nodes of the partition (None: the default one); empty if Slurm is silent."""
     return frozenset(_of_partition(partition, "%N", "--Node"))
 
 
 def _of_partition(name: str | None, field: str, *options: str) -> list[str]:
-    """A field of sinfo's lines for the partition, of the default one without a `name`; none where Slurm is silent."""
+    """A field of sinfo's lines for the partition; `name` None is the default one. Empty if Slurm is silent."""
     chosen = [f"--partition={name}"] if name else []
     said = _call(["sinfo", "--noheader", *options, f"--format=%P|{field}", *chosen], needed=False)
     return [line.split("|")[1].strip() for line in (said or "").splitlines() if name or "*|" in line]
@@ -131,7 +131,7 @@ def _limit_s(text: str) -> float:
 
 
 def partition_limits_s() -> dict[str, float] | None:
-    """{partition: the longest time of its jobs in seconds}; None where Slurm does not answer."""
+    """{partition: the longest time of its jobs in seconds}; None if Slurm is silent."""
     if shutil.which("sinfo") is None:
         return None
     said = _call(["sinfo", "--noheader", "--format=%R|%l"], needed=False)
@@ -159,12 +159,12 @@ def requeue(job_id: str) -> None:
 
 
 def is_out_of_memory(said: str) -> bool:
-    """Whether Slurm says at the end of a job's log that it ended the job for its memory."""
+    """True if the end of a job's log shows that Slurm ended the job for its memory."""
     return _OUT_OF_MEMORY.search(said) is not None
 
 
 def is_running(job_id: str) -> bool:
-    """Whether Slurm has the job as running: one that was cancelled or requeued is not, though it may end later."""
+    """True if Slurm has the job as running; False once it was cancelled or requeued, though it may end later."""
     return (_call(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"], needed=False) or "").strip() == "RUNNING"
 
 
@@ -179,7 +179,7 @@ def addresses_of(nodes: str) -> list[str]:
 
 @dataclass(slots=True)
 class Queue:
-    """The states of all jobs of this user, asked for at most once in SQUEUE_EVERY_S, whatever is asked of it."""
+    """The states of all jobs of this user, asked for at most once in SQUEUE_EVERY_S, however often it is asked."""
 
     every_s: float = SQUEUE_EVERY_S
     command: str = "squeue"
@@ -191,7 +191,7 @@ class Queue:
     _last_seen: dict[str, JobState] = field(default_factory=dict)
 
     def state(self, job_id: str) -> JobState | None:
-        """The state of a job; one that Slurm no longer knows is ENDED. None: not known yet, ask again later."""
+        """The state of a job; one that Slurm has forgotten is ENDED. None: unknown yet, ask again later."""
         self._refresh()
         found = self._states.get(job_id)
         if found is not None:
@@ -203,7 +203,7 @@ class Queue:
         return self._last_seen.get(job_id)
 
     def waits(self, job_id: str) -> bool:
-        """Whether the job waits, as far as Slurm has said."""
+        """True if the job waits, by Slurm's last answer."""
         state = self.state(job_id)
         return state is not None and state.waits
 
@@ -239,7 +239,7 @@ def queue() -> Queue:
 
 
 def _call(command: Sequence[str], *, needed: bool = True) -> str | None:
-    """What the command prints. Where it fails: None, or EnvironmentFault if it is `needed`."""
+    """Output of the command. If it fails: None, or EnvironmentFault if it is `needed`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, check=False)
         if done.returncode == 0:
@@ -270,7 +270,7 @@ class SlurmJob(OwnJob):
 
 
 def own_job() -> SlurmJob | None:
-    """The job in which submitit runs this process, or the one that started it; None where it is in none."""
+    """The job in which submitit runs this process, or the one that started it, if it is in one."""
     if os.environ.get("SUBMITIT_EXECUTOR") != "slurm" or "SLURM_JOB_ID" not in os.environ:
         return None
     job = os.environ["SLURM_JOB_ID"]  # of an array, Slurm's own number of this element

@@ -1,4 +1,4 @@
-"""The options of every command. Imports nothing heavy, so that `autofit --help` answers at once."""
+"""The options of every command. Its imports are light, so that `autofit --help` answers at once."""
 
 import argparse
 import os
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{without_secrets(message)}{hint}; see `{self._asked()} --help`")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
-        """As argparse prints helps and the version, but what cannot be written raises OSError."""
+        """As argparse prints helps and the version, but a failed write raises OSError."""
         (file or sys.stderr).write(message)
         sys.stdout.flush()
 
@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Top(_Parser):
-    """The parser above the commands: its help has them by task. What a command leaves over is an error of this one."""
+    """The parser above the commands: its help has them by task. It reports arguments that a command leaves over."""
 
     _command: _Parser | None = None  # the one that was given
 
@@ -360,7 +360,7 @@ class _Kinds(tuple[str, ...]):
 
 
 def _executor(parser: _Parser, *, debugging: bool = False) -> "argparse._ArgumentGroup":
-    """The options that say where jobs run; those of Slurm have sbatch's names."""
+    """The options of the executor of jobs; those of Slurm have sbatch's names."""
     group = parser.add_argument_group(
         "where jobs run",
         folded("An executor.yaml in the working directory has the same keys; options win over it.", indent=2),
@@ -452,7 +452,7 @@ def _as_of(parser: _Parser) -> None:
 
 
 def _launch(parser: _Parser, *, other: bool = True) -> None:
-    """The options that say on how many ranks a recipe trains, and what they share: the spelling is `trl`'s."""
+    """The options of the number of ranks of a recipe, and of their sharding: the spelling is `trl`'s."""
     parser.add_argument("--accelerate_config", "--accelerate-config", metavar="NAME|FILE",
                         help="how it is launched, as `trl` takes it: fsdp2, zero3, ... or a file")  # fmt: skip
     parser.add_argument("--num_processes", "--num-processes", "--world-size", type=int, metavar="N",

@@ -1,4 +1,4 @@
-"""What several commands need: talking to the user, a bar while a step takes long, and options."""
+"""Common parts of several commands: messages to the user, a bar during long steps, and options."""
 
 import argparse
 import contextlib
@@ -63,7 +63,7 @@ def show_fact(name: str, text: str) -> None:
 
 
 def stranger_in(packages: Path) -> str | None:
-    """What to do about PyPI's `autofit`, another project that writes into our folder; None where it is not installed.
+    """Advice on PyPI's `autofit`, another project that writes into our folder, if it is installed.
 
     Ours is installed as `autofit-llm`. Looking at the names in the folder `packages` takes no import.
     """
@@ -78,7 +78,7 @@ def stranger_in(packages: Path) -> str | None:
 
 
 def hears(event: "Event") -> None:
-    """Say an event; what was interrupted stops its work in peace."""
+    """Print an event; one of an interrupt makes later interrupts ignored, while the work stops."""
     if event.interrupted:
         ignore_interrupts()
     said = str(event)
@@ -86,7 +86,7 @@ def hears(event: "Event") -> None:
 
 
 def streams(event: "Event") -> None:
-    """Print an event as a JSON object on a line of stdout; what was interrupted stops its work in peace."""
+    """Print an event as a JSON object on a line of stdout; after an interrupt, later ones are ignored."""
     if event.interrupted:
         ignore_interrupts()
     if event.trial is not None:
@@ -96,7 +96,7 @@ def streams(event: "Event") -> None:
 
 
 def stream(kind: str, content: Mapping[str, object]) -> None:
-    """Print a JSON object on a line of stdout at once, in one write: several threads may; "is" tells what it is."""
+    """Print a JSON object on a line of stdout at once, in one write: several threads may; "is" names its kind."""
     sys.stdout.write(json.dumps({"is": kind, **content}) + "\n")
     sys.stdout.flush()
 
@@ -109,7 +109,7 @@ def show_lines(lines: Sequence[str]) -> None:
 
 
 def ended(found: "Check | Estimate", *, as_json: bool) -> int:
-    """Print what was found after the verdict, or the whole as JSON; the exit code."""
+    """Print the lines after the verdict, or the whole as JSON; the exit code."""
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
@@ -148,7 +148,7 @@ def show_found(found: "Shown", *, as_json: bool) -> None:
 
 
 def dir_option(folder: Path) -> str:
-    """What a command that is proposed needs to find the studies of `folder`."""
+    """Options with which a proposed command finds the studies of `folder`."""
     where = "" if folder == Path("autofit-studies") else f" --dir {folder}"
     return where + storage_option(folder)
 
@@ -174,7 +174,7 @@ def settings(given: Sequence[str]) -> dict[str, object]:
 
 
 def look_early(options: argparse.Namespace, *, device: str) -> "Looked":
-    """Raise ConfigError for a key, a value or a file of the recipe that is told in milliseconds.
+    """Raise ConfigError for a key, a value or a file of the recipe that is found wrong in milliseconds.
 
     The API finds the same, after its imports. `device` is "sim:" for a simulated card.
     """
@@ -204,9 +204,9 @@ def begin_server() -> None:
 
 
 def executor_option(options: argparse.Namespace) -> "Executor":
-    """What the options and executor.yaml of the working directory say of where jobs run.
+    """The executor of jobs from the options and the executor.yaml of the working directory.
 
-    Raises EnvironmentFault where that is Slurm, and its commands are not here.
+    Raises EnvironmentFault if that is Slurm, and its commands are missing.
     """
     from autofit.cluster.scheduler import check_commands, read_executor
 
@@ -241,7 +241,7 @@ def _interrupt(*_: object) -> None:
 
 
 def was_interrupted() -> bool:
-    """Whether an interrupt came since the command began; the import of a C library may raise another error for it."""
+    """True if an interrupt came since the command began; the import of a C library may raise another error for it."""
     return _came.is_set()
 
 
@@ -271,13 +271,13 @@ class _Again:
 
 
 def ignore_interrupts() -> None:
-    """Let what was interrupted stop its work in peace."""
+    """Ignore further interrupts, while interrupted work stops."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def launch_arguments(options: argparse.Namespace) -> LaunchArguments:
-    """What the options say of the launch, as arguments of the API."""
+    """The options of the launch, as arguments of the API."""
     return {
         "accelerate_config": options.accelerate_config, "num_processes": options.num_processes, "gpus": options.gpus
     }  # fmt: skip
@@ -304,7 +304,7 @@ class Step:
     last_s: float | None = None
 
     def line(self, now_s: float, *, width: int) -> str:
-        """`[#####...............] simulating the recipe, 3 s, about 8 s left`; without the bar in a narrow terminal."""
+        """`[#####...............] simulating the recipe, 3 s, about 8 s left`; a narrow terminal omits the bar."""
         spent_s = max(0.0, now_s - self.began_s)
         whole_s = self.most_s or self.last_s
         left = ""
@@ -318,7 +318,7 @@ class Step:
 
     @staticmethod
     def _cells(spent_s: float, whole_s: float | None) -> str:
-        """The part that is done; where that is not known, a mark that moves."""
+        """The part that is done; if unknown, a mark that moves."""
         if whole_s:
             done = min(_CELLS - 1, int(_CELLS * spent_s / whole_s))
             return "#" * done + "." * (_CELLS - done)
@@ -327,7 +327,7 @@ class Step:
 
 
 class Bar:
-    """The line of the steps of one command about `what`; nothing where stderr is no terminal."""
+    """The line of the steps of one command about `what`; hidden unless stderr is a terminal."""
 
     def __init__(self, command: str, what: str, *, shown: bool = True) -> None:
         self._of = f"{command} {what}"
@@ -346,13 +346,13 @@ class Bar:
         self._start()
 
     def tell(self, text: str) -> bool:
-        """Show `text` above the line until the step ends, with what was told before; False where no line is drawn."""
+        """Show `text` above the line until the step ends, with the earlier texts; False if there is no such line."""
         if self._live is not None:
             self._told.append(text)
         return self._live is not None
 
     def end(self) -> None:
-        """The step has ended: its seconds are kept, and the line is gone with what was told."""
+        """End the step: its seconds are kept, and the line is gone with the texts above it."""
         self._stop()
         step, self._step = self._step, None
         spent_s = 0.0 if step is None else time.monotonic() - step.began_s
@@ -360,7 +360,7 @@ class Bar:
             keep_pace(f"{self._of} {step.words}", spent_s)
 
     def close(self) -> None:
-        """The command ends, perhaps before its step: nothing is kept of that."""
+        """End the command, perhaps before its step, whose time is then discarded."""
         self._stop()
         self._step = None
 
@@ -403,7 +403,7 @@ def paces(path: Path | None = None) -> dict[str, float]:
 
 
 def keep_pace(name: str, spent_s: float, path: Path | None = None) -> None:
-    """Keep the seconds of a step; a folder that cannot be written to keeps nothing."""
+    """Keep the seconds of a step, if the folder is writable."""
     known = paces(path)
     known.pop(name, None)
     kept = dict([*known.items(), (name, round(spent_s, 1))][-_KEPT:])
@@ -421,5 +421,5 @@ def _round(seconds: float) -> str:
 
 
 def words_of(what: Sequence[object]) -> str:
-    """The name of what a command is about, by its recipe and card, as the steps are kept under it."""
+    """The name of a command's subject, by its recipe and card, as the steps are kept under it."""
     return " ".join(str(one) for one in what if one is not None)

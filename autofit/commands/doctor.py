@@ -1,4 +1,4 @@
-"""`autofit doctor`: check a recipe and show what follows from it; without one, the cards of this machine."""
+"""`autofit doctor`: check a recipe and show its consequences; by default, the cards of this machine."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def init(options: argparse.Namespace) -> int:
 
 
 class Printed:
-    """What is said: lines on stdout, or JSON objects as they come, or one object at the end."""
+    """Writer of the findings: lines on stdout, or JSON objects as they come, or one object at the end."""
 
     def __init__(self, *, as_json: bool, streaming: bool) -> None:
         self._as_json, self._streaming = as_json or streaming, streaming
@@ -99,7 +99,7 @@ def _of_machine(told: Printed) -> int:
 
 
 def _cards_work(look: "Look", server: "ForkServer", folder: Path, told: Printed) -> bool:
-    """Whether probes can run on the cards; says so, and what is wrong with them."""
+    """True if probes can run on the cards; reports that, and the cards' faults."""
     from autofit.hardware.health import compiling_faults
     from autofit.probing.slots import cuda_start, held_cards, start_problem
 
@@ -168,7 +168,7 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
 def _findings(
     options: argparse.Namespace, values: Mapping[str, object], recipe: "Recipe", device: str
 ) -> "list[Finding]":
-    """What is wrong with the launch, the worst first."""
+    """Faults of the launch, the worst first."""
     from autofit.hardware.hardware import gpus
     from autofit.recipe.findings import StatedLaunch, findings
     from autofit.recipe.launch import read_accelerate_config
@@ -185,7 +185,7 @@ def _findings(
 
 
 def _calibrate() -> str:
-    """Measure the host's costs; what they are, in words."""
+    """Measure the host's costs; returns them in words."""
     from autofit.hardware.calibration import costs_path, measure
 
     costs = measure()

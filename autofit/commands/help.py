@@ -73,7 +73,7 @@ def folded(text: str, *, indent: int = 0) -> str:
 
 
 def epilog(command: str) -> str:
-    """What stands at the end of a command's own help."""
+    """The end of a command's own help: examples and exit codes."""
     examples = "\n".join(["examples:", *(f"  autofit {text}" for text in EXAMPLES[command])])
     return f"{examples}\n\n{exit_codes(_columns())}"
 
@@ -92,7 +92,7 @@ def exit_codes(columns: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Word:
-    """An option, or an argument without a name: what may stand after it, and its sentence."""
+    """An option, or a positional argument: its allowed values, and its sentence."""
 
     names: Sequence[str]
     text: str
@@ -223,7 +223,7 @@ def _fish(commands: Sequence[_Command]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """`text` without the characters that divide a completion's parts."""
+    """`text` less the characters that divide a completion's parts."""
     return text.replace("%%", "%").replace("[", "(").replace("]", ")").replace("\\", "")
 
 

@@ -62,7 +62,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _look_at(options: argparse.Namespace) -> None:
-    """Look at the card and the recipe before any heavy import, and say what is certain already."""
+    """Look at the card and the recipe before any heavy import, and report certain facts already."""
     _, limit_bytes = _look_at_card(options)
     looked = look_early(options, device="sim:")
     begin_server()
@@ -152,12 +152,12 @@ def fit_check(options: argparse.Namespace) -> int:
 
 
 def _lacks_room(checked: "ScriptCheck") -> bool:
-    """Whether a script does not fit whose TrainingArguments are known, so that changes of them may mend it."""
+    """True if a script exceeds the card and its TrainingArguments are known, so that changes of them may help."""
     return not checked.found.fits and checked.found.least_capacity_bytes is not None and bool(checked.arguments)
 
 
 def _offers(options: argparse.Namespace, checked: "ScriptCheck", until: float) -> "Iterator[Offer]":
-    """What makes a script fit that does not, as it is found `until` then."""
+    """Changes that make a failing script fit, as they are found `until` then."""
     from autofit.scripts.changes import Advice, asked_again
 
     given = {"--gpu": options.gpu, "--target-vram": options.target_vram, "--prompt-tokens": options.prompt_tokens,
@@ -200,7 +200,7 @@ def _answered(
     options: argparse.Namespace, ask: Callable[..., Answer], *, first: Callable[[Answer], None] = lambda _: None,
     **own: object,
 ) -> int:  # fmt: skip
-    """Ask for a prediction, with what is the command's own, and show it as it becomes known; its exit code."""
+    """Ask for a prediction, with the command's own arguments, and show it as it becomes known; its exit code."""
 
     bar = Bar(options.command, words_of([options.recipe, options.gpu, options.trainer]), shown=not options.stream)
 
@@ -291,14 +291,14 @@ def search(options: argparse.Namespace) -> int:
 
 
 def _device(options: argparse.Namespace, *, is_cluster: bool) -> str:
-    """Where probes will run. Raises ConfigError for a card or a target that cannot be."""
+    """Device of the probes. Raises ConfigError for an impossible card or target."""
     if is_cluster:
         return "cuda"
     return _look_at_card(options, "sim" if options.recipe is None and options.device == "auto" else options.device)[0]
 
 
 def _look_at_card(options: argparse.Namespace, asked: str = "sim") -> tuple[str, int]:
-    """The device that the options choose, and the target in bytes. Raises ConfigError for any that cannot be."""
+    """The device that the options choose, and the target in bytes. Raises ConfigError for an impossible one."""
     from autofit.api.arguments import size
     from autofit.hardware.hardware import choose_device_and_target
     from autofit.recipe.launching import launch_options

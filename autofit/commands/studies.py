@@ -54,7 +54,7 @@ def ui(options: argparse.Namespace) -> int:
     folder = studies_folder(options.dir)
     if options.port is not None and not 0 < options.port < 65536:
         raise ConfigError(f"--port must be between 1 and 65535; got {options.port}")
-    load_study(folder, options.study)  # a wrong one is told first
+    load_study(folder, options.study)  # reports a wrong one first
     say("starting MLflow; this takes a while")
     sync(folder, options.study)
     found = pages(folder, options.study)
@@ -86,7 +86,7 @@ _REFRESH_S = 1.0
 
 
 def monitor(options: argparse.Namespace) -> int:
-    """One look with --once or --json, and where the output is not a terminal; else until Ctrl-C, which is its end."""
+    """One look with --once or --json, or into a file or pipe; else until Ctrl-C, which is its normal end."""
     from autofit import api
     from autofit.api.arguments import studies_folder
     from autofit.api.monitoring import Watch
@@ -178,7 +178,7 @@ def show_rest(options: argparse.Namespace, result: "SearchResult") -> None:
 
 
 def _trains_here(studied: str) -> bool:
-    """Whether this machine has the card of a study, so that `promote` can train on it."""
+    """True if this machine has the card of a study, so that `promote` can train on it."""
     from autofit.promotion.place import training_device
 
     try:
@@ -189,7 +189,7 @@ def _trains_here(studied: str) -> bool:
 
 
 def exit_code(stop: "Stop | None", *, fits: bool) -> int:
-    """Of a search that ended so, or of a report (None); `fits` says whether there is a winner."""
+    """The exit code of a search that ended by `stop`, or of a report (None); `fits` is True if there is a winner."""
     from autofit.tuning.record import StopKind
 
     if stop is not None and stop.kind is StopKind.INTERRUPTED:
@@ -199,7 +199,7 @@ def exit_code(stop: "Stop | None", *, fits: bool) -> int:
 
 # -- the commands behind a search -------------------------------------------------------------------------------------
 
-NOT_NEUTRAL = 1  # what was to be proven is not so
+NOT_NEUTRAL = 1  # the claim is false
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -260,7 +260,7 @@ def step_line(line: Mapping[str, object]) -> str:
 
 
 def _look_at_stages(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a key, a value or a device of a pipeline that is told before imports of seconds.
+    """Raise ConfigError for a wrong key, value or device of a pipeline, before imports that take seconds.
 
     One that was begun may have stages that are done, which need neither a card nor their recipe.
     """
@@ -280,7 +280,7 @@ def _look_at_stages(options: argparse.Namespace) -> None:
         try:
             check_source_early(
                 source_of(stage.values), trainer=stage.trainer, changes={},
-                device="cpu",  # also for a plan on a simulated card: what is planned trains on a dataset
+                device="cpu",  # also for a plan on a simulated card: the planned run trains on a dataset
                 prompt_tokens=tokens if isinstance(tokens, int) else None,
             )  # fmt: skip
         except ConfigError as error:
@@ -343,7 +343,7 @@ def jobs(options: argparse.Namespace) -> int:
 
 
 def _show_log(options: argparse.Namespace, job: "Job") -> None:
-    """Print the end of the job's log; with --follow what is added to it, until the job ends. Ctrl-C ends that."""
+    """Print the end of the job's log; with --follow also its growth, until the job ends or Ctrl-C."""
     from autofit import api
 
     path = job.log

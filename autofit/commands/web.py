@@ -1,4 +1,4 @@
-"""What serves: `autofit web`, a page on 127.0.0.1; `autofit server`, the kept server of imported libraries."""
+"""Commands that serve: `autofit web`, a page on 127.0.0.1; `autofit server`, the kept server of imported libraries."""
 
 import argparse
 import ipaddress
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def server(options: argparse.Namespace) -> int:
-    # Servers of other versions answer too, with what they know.
+    # Servers of other versions answer too, with their facts.
     told = [answer for path in kept_place.sweep() if (answer := kept_server.ask(path, options.action))]
     for one in told:
         running, whose = (

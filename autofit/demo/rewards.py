@@ -25,7 +25,7 @@ def chain_sum_reward(completions: Sequence[Completion], answer: Sequence[str], *
 
 
 def last_number(text: str) -> str | None:
-    """The last number written in `text`, or None."""
+    """The last number written in `text`, if there is one."""
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return numbers[-1] if numbers else None
 

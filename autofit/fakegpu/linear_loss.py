@@ -1,7 +1,7 @@
-"""Losses of a causal model that never hold the logits of all tokens: Liger's fused linear loss and Cut Cross-Entropy.
+"""Losses of a causal model that hold few logits at a time: Liger's fused linear loss and Cut Cross-Entropy.
 
 Both are plain torch, so that they run anywhere and are counted on a simulated card; their gradients are those of the
-cross-entropy. What each holds is as its own kernels do:
+cross-entropy. Each holds the same bytes as its own kernels:
 
 - Liger (liger_kernel/ops/fused_linear_cross_entropy.py, 2026-08): a few tokens at a time, all words of them; gradients
   of the hidden states and of the head are made in the forward pass and kept to the backward one.
@@ -92,9 +92,9 @@ CUT: Callable[..., torch.Tensor] = _Cut.apply
 
 
 def fuse(model: Any, loss: Callable[..., torch.Tensor]) -> bool:
-    """Whether the model (or that within a PEFT model) now takes its loss by LIGER or CUT wherever labels are given.
+    """True if the model (or that within a PEFT model) now takes its loss by LIGER or CUT wherever labels are given.
 
-    It does not where its head is no plain linear layer. Without labels the logits are made. In evaluation LIGER makes
+    False if its head is more than a plain linear layer. Without labels the logits are made. In evaluation LIGER makes
     them too (its `skip_logits` is `training`) and CUT does not (its `train_only` is off).
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -53,7 +53,7 @@ class Allocation:
 
 
 def device_type(tensor: torch.Tensor) -> str:
-    """The type of a tensor's device; of a fake tensor without asking the dispatcher, which takes 3 us."""
+    """The type of a tensor's device; of a fake tensor past the dispatcher, which takes 3 us."""
     return (tensor.fake_device if type(tensor) is FakeTensor else tensor.device).type
 
 
@@ -80,7 +80,7 @@ class SimulatedMemory:
 
     # ------------------------------------------------------------------ tensors
     def track(self, tensor: torch.Tensor, op: str = "") -> None:
-        """Allocate the tensor's storage if it is on this device and not tracked yet; may raise OutOfMemoryError."""
+        """Allocate the tensor's storage if it is on this device and still untracked; may raise OutOfMemoryError."""
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor wraps its local shard
         if device_type(tensor) != self.device_type:
             return
@@ -98,7 +98,7 @@ class SimulatedMemory:
         self._watch(storage)
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Allocation index of a tensor's storage; None if it is not tracked."""
+        """Allocation index of a tensor's storage, if it is tracked."""
         tensor = getattr(tensor, "_local_tensor", tensor)
         return self._live.get(tensor.untyped_storage()._cdata)
 
@@ -128,12 +128,12 @@ class SimulatedMemory:
                 self._watch(storage)
 
     def address_of(self, storage: torch.UntypedStorage) -> int:
-        """The invented address of a live storage of this card, no two have the same; 0 of any other storage."""
+        """The invented and unique address of a live storage of this card; 0 of any other storage."""
         index = self._live.get(storage._cdata)
         return 0 if index is None else _FIRST_ADDRESS + (index << 40)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is tracked as memory of this card (or was, before it was resized to nothing)."""
+        """True if a storage is tracked as memory of this card (or was, before it was resized to 0 bytes)."""
         return storage._cdata in self._guards
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -184,7 +184,7 @@ class SimulatedMemory:
         self.log.add(index, -allocation.nbytes, self.layer_at_work())
 
     def empty_cache(self) -> None:
-        """Give back the memory that no storage uses, as `torch.cuda.empty_cache` does."""
+        """Give back unused memory, as `torch.cuda.empty_cache` does."""
         self.allocator.empty_cache()
         self.log.emptied.append(len(self.log))
 
@@ -231,7 +231,7 @@ class SimulatedMemory:
         return index
 
     def adopt(self, tensor: torch.Tensor, index: int) -> None:
-        """Let an allocation be that of a tensor which is not tracked, for as long as its storage lives."""
+        """Let an untracked tensor own an allocation, for as long as its storage lives."""
         storage = tensor.untyped_storage()
         self._live[storage._cdata] = index
         self._watch(storage)
@@ -243,7 +243,7 @@ class SimulatedMemory:
             self._besides[tensor.untyped_storage()._cdata] = list(indices[1:])
 
     def disown(self, tensor: torch.Tensor) -> list[int]:
-        """Let the allocations of a tensor stay, whatever becomes of it; returns them."""
+        """Let the allocations of a tensor stay even after its end; returns them."""
         key = tensor.untyped_storage()._cdata
         self._guards.pop(key, None)
         index = self._live.pop(key, None)
@@ -318,14 +318,14 @@ _FACTORIES = {
 
 
 class HostCopy(NamedTuple):
-    """A copy of `nbytes` over the host link; the host waits for its end unless it was asked not to."""
+    """A copy of `nbytes` over the host link; by default the host waits for its end."""
 
     nbytes: int
     waits: bool
 
 
 def pin(func: OpOverload, kwargs: Mapping[str, object], out: object) -> None:
-    """Remember that the storage of `out` was asked for in pinned memory, as copies for which nobody waits are."""
+    """Remember that the storage of `out` was asked for in pinned memory, as asynchronous copies are."""
     asked = kwargs.get("pin_memory") or (func is aten._to_copy.default and kwargs.get("non_blocking"))
     if func in _FACTORIES and asked and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
         set_pinned(out)
@@ -336,12 +336,12 @@ def set_pinned(tensor: torch.Tensor) -> None:
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or that of which it is a view, was asked for in pinned memory."""
+    """True if a tensor, or the base of a view, was asked for in pinned memory."""
     return getattr(tensor.untyped_storage(), "_autofit_pinned", False)
 
 
 def host_copy(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> HostCopy | None:
-    """The copy that `func` makes between pinned memory and the card; None if it makes none."""
+    """The copy that `func` makes between pinned memory and the card, if it makes one."""
     source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], out)
     if not isinstance(source, FakeTensor) or not isinstance(target, FakeTensor):
         return None
@@ -398,12 +398,12 @@ class HostMemory:
             self.owners[number] = layer
 
     def layer_of(self, tensor: torch.Tensor) -> int:
-        """The layer of the storage of a tensor; 0 if it is none of these, or of no layer."""
+        """The layer of the storage of a tensor; 0 if it is untracked, or outside the layers."""
         number = self._live.get(tensor.untyped_storage()._cdata)
         return 0 if number is None else self.owners[number]
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Note that the storage of a tensor is pinned, which was made by an operation that does not say so."""
+        """Note that the storage of a tensor is pinned, although its operation leaves that open."""
         self.pinned[self._live[tensor.untyped_storage()._cdata]] = True
 
     def _see(self, tensor: FakeTensor) -> None:

@@ -53,7 +53,7 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """An output that is not a tensor."""
+    """An output other than a tensor."""
 
     value: object
 
@@ -99,7 +99,7 @@ class Shortcut:
             return self._lifted(args[0])
         parts: list[object] = [func, torch.get_default_dtype()]
         found: list[int] = []
-        if func is aten.as_strided.default:  # of a place in the storage, whatever the input's is
+        if func is aten.as_strided.default:  # of a place in the storage, independent of the input's
             parts.append(cast("FakeTensor", args[0]).storage_offset())
         if not (_describe(args, parts, found) and (not kwargs or _describe_options(kwargs, parts, found))):
             return func(*args, **kwargs)
@@ -131,7 +131,7 @@ class Shortcut:
     def _by_meta(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[type | None, tuple[Output, ...]] | None:
-        """Description of the outputs by the kernels for meta tensors; None where FakeTensorMode must tell it."""
+        """Description of the outputs by the kernels for meta tensors; None if FakeTensorMode must make it."""
         able = self._on_meta.get(func)
         if able is None:
             able = self._on_meta[func] = _is_on_meta(func)
@@ -172,12 +172,12 @@ class Shortcut:
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a real tensor with strides."""
+    """True if a value is a real tensor with strides."""
     return type(value) is torch.Tensor and value.layout is torch.strided
 
 
 def _is_on_meta(func: OpOverload) -> bool:
-    """Whether the kernels for meta tensors tell an operation's outputs as FakeTensorMode does."""
+    """True if the kernels for meta tensors give an operation's outputs as FakeTensorMode does."""
     if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
         return False
     name = func._schema.name[6:]
@@ -187,7 +187,7 @@ def _is_on_meta(func: OpOverload) -> bool:
 
 
 def _describe(value: object, key: list[object], found: list[int]) -> bool:
-    """Append the cache key of an argument, and to `found` its tensors; false if it cannot be part of a key."""
+    """Append the cache key of an argument, and to `found` its tensors; False if it is unfit for a key."""
     if type(value) is FakeTensor:
         if value.constant is not None or value.dtype.is_complex:
             return False
@@ -217,7 +217,7 @@ def _remember(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object,
     device: torch.device | None = None,
 ) -> tuple[type | None, tuple[Output, ...]] | None:  # fmt: skip
-    """Description of the outputs for later calls, which lie on `device`; None if the operation cannot be cached."""
+    """Description of the outputs for later calls, which lie on `device`; None if the operation is uncacheable."""
     if torch.Tag.inplace_view in func.tags:
         return None  # in-place views such as transpose_ return their input with another shape
     used = {t.untyped_storage()._cdata for t in tensors((args, tuple(kwargs.values())))}

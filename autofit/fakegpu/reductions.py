@@ -29,7 +29,7 @@ def split_buffers(
     shape: tuple[int, ...], strides: tuple[int, ...], reduced: tuple[int, ...], *, itemsize: int, offset: int,
     partial_bytes: int, processors: int, threads: int,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Bytes of the buffers that a reduction of `reduced` dimensions takes at once; none where it is not split.
+    """Bytes of the buffers that a reduction of `reduced` dimensions takes at once; () if it stays whole.
 
     `offset` is the input's first element in its storage, `partial_bytes` the size of a partial result, `threads` those
     that fit on each of the card's multiprocessors. Elements that a thread reads at once along a reduced dimension do
@@ -196,7 +196,7 @@ def scan_bytes(count: int, *, sum_bytes: int) -> int:
 
 
 def select_bytes(count: int) -> int:
-    """Of the selection of those of `count` elements that have a flag."""
+    """Bytes of the selection of the flagged ones of `count` elements."""
     return _whole([1, 8 * (-(-count // _SELECT_TILE) + _STATES_BESIDE)])
 
 

@@ -1,4 +1,4 @@
-"""Replay recorded allocations with another capacity or other allocator settings. Needs no torch."""
+"""Replay recorded allocations with another capacity or other allocator settings. Free of torch."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ class Checkpoint:
 def replay(
     log: EventLog, *, capacity_bytes: int = UNLIMITED, settings: AllocatorSettings | None = None
 ) -> ReplayResult:
-    """Replay `log` on a new allocator, up to the first allocation that does not fit."""
+    """Replay `log` on a new allocator, up to the first allocation that fails."""
     start = Checkpoint(index=0, allocator=CachingAllocator(settings=settings), blocks={})
     return _go_on(log, start.resumed(capacity_bytes))
 
 
 def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
-    """Replay the rest of `log` from `at`, up to the first allocation that does not fit."""
+    """Replay the rest of `log` from `at`, up to the first allocation that fails."""
     missing = 0
     oom_event = _play(log, at.index, len(log), at.allocator, at.blocks)
     if oom_event is not None:
@@ -124,7 +124,7 @@ def _go_on(log: EventLog, at: Checkpoint) -> ReplayResult:
 
 
 def _play(log: EventLog, start: int, end: int, allocator: CachingAllocator, blocks: dict[int, Block]) -> int | None:
-    """Replay the events from `start` to `end`; returns the index of the first allocation that does not fit, or None."""
+    """Replay the events from `start` to `end`; the index of the first allocation that fails, if one does."""
     for each in log.rounds:
         if start <= each.start and each.end <= end:
             oom = _play_plain(log, start, each.start, allocator, blocks)
@@ -177,7 +177,7 @@ def _play_round(log: EventLog, each: Round, allocator: CachingAllocator, blocks:
 
 
 def _cuts(log: EventLog, start: int, end: int) -> list[int]:
-    """Events from `start` to `end` at which a replay may be continued: none is within a round."""
+    """Events from `start` to `end` at which a replay may be continued: all outside rounds."""
     cuts = [start]
     while cuts[-1] < end:
         at = min(cuts[-1] + _CHECKPOINT_EVENTS, end)
@@ -186,7 +186,7 @@ def _cuts(log: EventLog, start: int, end: int) -> list[int]:
 
 
 class Unlimited:
-    """`log` replayed without a limit: its peaks, and checkpoints at which replays with a limit can start."""
+    """`log` replayed unlimited: its peaks, and checkpoints at which replays with a limit can start."""
 
     def __init__(self, log: EventLog, starts: Sequence[int] = (), *, settings: AllocatorSettings | None = None) -> None:
         self.log = log

@@ -1,7 +1,7 @@
 """Scratch memory of kernels: buffers that an operation takes and gives back, in addition to its outputs.
 
 One entry of `SCRATCH` for each operator that has some; each rule names the function of torch's source that it follows,
-and says what is held at the moment at which most is. `experiments/oracle/operators.md` compares them with torch's own
+and gives the bytes at the moment of their peak. `experiments/oracle/operators.md` compares them with torch's own
 dispatch.
 """
 
@@ -40,7 +40,7 @@ class Rounded(NamedTuple):
 
 
 class Stepwise(int):
-    """Bytes that change with shapes in leaps, as a number of blocks does: no formula of the shapes has them."""
+    """Bytes that change with shapes in leaps, as a number of blocks does, beyond any formula of the shapes."""
 
 
 Buffer = int | tuple[Rounded, ...]  # its bytes; the parts say how they follow from shapes
@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
 
     rule: Rule | None
     overloads: tuple[str, ...] = ("default",)  # that have it
-    before: Rule | None = None  # what is held, and given back, before that
+    before: Rule | None = None  # bytes held, and given back, before that
     on_cpu: bool = False  # the CPU's kernel has it too
     copies: Rule | None = None  # of inputs: held from before there are results until the operation ends
 
@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
 def scratch_of(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], *, device: str, spec: GpuSpec
 ) -> tuple[Held, ...]:
-    """What an operation allocates and frees internally, in addition to its outputs, one after the other."""
+    """Bytes that an operation allocates and frees internally, in addition to its outputs, one after the other."""
     scratch = SCRATCH.get(func._schema.name)
     if scratch is None or func._overloadname not in scratch.overloads or not (scratch.on_cpu or device == "cuda"):
         return ()
@@ -79,12 +79,12 @@ def _whole(shape: Sequence[int], itemsize: int) -> Buffer:
 
 
 def _copy_with_gaps(tensor: torch.Tensor) -> Held:
-    """The copy of a tensor that has to be contiguous; none of one that is."""
+    """The copy of a tensor that has to be contiguous, unless it is."""
     return () if tensor.is_contiguous() else (_whole(tensor.shape, tensor.element_size()),)
 
 
 class _View(NamedTuple):
-    """What a tensor is, without a tensor."""
+    """Shape and layout of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -104,7 +104,7 @@ class _View(NamedTuple):
         return cls(tuple(shape), tuple(strides), dtype, 0)
 
     def cast(self, dtype: torch.dtype) -> _View:
-        """A copy in another type, with the same strides if they leave no gaps."""
+        """A copy in another type, with the same strides if they are dense."""
         if is_dense(self.shape, self.strides):
             return self._replace(dtype=dtype, offset=0)
         return _View.new(self.shape, dtype)
@@ -115,7 +115,7 @@ class _View(NamedTuple):
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements follow each other in memory, in some order of the dimensions."""
+    """True if the elements follow each other in memory, in some order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
@@ -342,7 +342,7 @@ def _topk(spec: GpuSpec, self: torch.Tensor, k: int, dim: int = -1, *_: object, 
     )  # fmt: skip
 
 
-# should_use_multiblock: up to so many rows, from this length on.
+# should_use_multiblock: up to this number of rows, from this length on.
 _SEARCHED_BY_BLOCKS = (
     (20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400),
 )  # fmt: skip
@@ -366,12 +366,12 @@ def _cumulated(spec: GpuSpec, self: torch.Tensor, dim: int, *, dtype: torch.dtyp
 
 # ---------------------------------------------------------------------- masks and indices
 def nonzero_before(spec: GpuSpec, count: int) -> Held:
-    """What `nonzero` of `count` elements holds before its result is there (Nonzero.cu): their number, and its sum."""
+    """Bytes that `nonzero` of `count` elements holds before its result (Nonzero.cu): their number, and its sum."""
     return 4, Stepwise(reduce_bytes(count, processors=spec.sm_count))
 
 
 def nonzero_beside(count: int) -> Held:
-    """What `nonzero` holds beside its result: the number, and CUB's selection."""
+    """Bytes that `nonzero` holds beside its result: the number, and CUB's selection."""
     return 4, select_bytes(count)
 
 
@@ -390,7 +390,7 @@ def _index_put(
     spec: GpuSpec, self: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor,
     accumulate: bool = False, *_: object, **__: object,
 ) -> Held:  # fmt: skip
-    """index_put_with_sort_kernel in Indexing.cu sorts what is accumulated; a mask's rows are gone by then."""
+    """index_put_with_sort_kernel in Indexing.cu sorts accumulated values; a mask's rows are gone by then."""
     given = [index for index in indices if index is not None]
     masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
     true = _true_in(masks[0], self, values) if masks and len(given) == 1 and masks[0] is indices[0] else None
@@ -412,7 +412,7 @@ def _index_put(
 
 
 def _true_in(mask: torch.Tensor, self: torch.Tensor, values: torch.Tensor) -> int | None:
-    """How many elements of a mask over the first dimensions are true, where `values` has a row for each; else None."""
+    """Number of true elements of a mask over the first dimensions, if `values` has a row for each."""
     has_rows = values.dim() == 1 + self.dim() - mask.dim() and values.shape[0] > 1
     return values.shape[0] if has_rows else None
 
@@ -420,7 +420,7 @@ def _true_in(mask: torch.Tensor, self: torch.Tensor, values: torch.Tensor) -> in
 def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: object) -> Held:
     """isin_default_kernel_gpu in TensorCompare.cpp: each element against each of few tested ones, then any.
 
-    Against many, what is unique of both is sorted: an estimate.
+    Against many, the unique values of both are sorted: an estimate.
     """
     if tested.numel() >= 10 * elements.numel() ** 0.145:
         count = elements.numel() + tested.numel()
@@ -432,7 +432,7 @@ def _isin(spec: GpuSpec, elements: torch.Tensor, tested: torch.Tensor, **_: obje
 def _multinomial(spec: GpuSpec, self: torch.Tensor, num_samples: int, replacement: bool = False, **_: object) -> Held:
     """multinomial in Distributions.cpp: without replacement, or of one sample, exponential noise of the whole size.
 
-    Least and largest of what was given are there too, two answers about them, and the noise's argmax or topk.
+    Least and largest input are there too, two answers about them, and the noise's argmax or topk.
     """
     if replacement and num_samples > 1:
         return ()
@@ -526,7 +526,7 @@ SCRATCH: dict[str, Scratch] = {
         lambda _, grad, sizes, dim, size, step: (8 * min(sizes[dim], (grad.shape[dim] - 1) * step + size),)
     ),
     "aten::renorm": Scratch(lambda _, x, p, dim, *__: (x.element_size() * x.shape[dim],)),  # norms, then factors
-    # addmv_impl_cuda in Blas.cpp: cuBLAS takes no vector of which all elements are one
+    # addmv_impl_cuda in Blas.cpp: cuBLAS rejects a vector whose elements are all one
     "aten::mv": Scratch(lambda _, x, vector: (
         (_whole(vector.shape, vector.element_size()),) if vector.stride(0) == 0 and vector.numel() > 1 else ()
     )),

@@ -1,4 +1,4 @@
-"""Specifications of each GPU, with their sources. Needs no torch.
+"""Specifications of each GPU, with their sources. Free of torch.
 
 `capacity_bytes` is the memory that the driver reports to a program (torch's `total_memory`), below the nominal size.
 Drivers differ (newer ones reserve more), and the smallest figure found is used, so that a predicted fit is not
@@ -23,7 +23,7 @@ class FakeGpuError(Exception):
 
 
 class UnknownGpuError(FakeGpuError, ValueError):
-    """No spec has this GPU name."""
+    """This GPU name is unknown."""
 
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ _CONTEXT_SCALED = _SCALED.format(543, "A100")
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What links the cards of one machine: bytes/s of a ring of NCCL through each card (its "bus bandwidth")."""
+    """Links of the cards of one machine: bytes/s of a ring of NCCL through each card (its "bus bandwidth")."""
 
     bytes_per_s: float
     source: str
@@ -370,7 +370,7 @@ def with_every_kernel_loaded(spec: GpuSpec) -> GpuSpec:
 
 
 def _plain(name: str) -> str:
-    """A name without vendor, separators and capitals: "NVIDIA RTX 4090" and "rtx-4090" become "rtx4090"."""
+    """A name less vendor, separators and capitals: "NVIDIA RTX 4090" and "rtx-4090" become "rtx4090"."""
     return re.sub(r"nvidia|geforce|tesla|[\s_\-]+", "", name.lower())
 
 
@@ -403,7 +403,7 @@ def gpu_spec(name: str) -> GpuSpec:
 
 
 class Launch(IntEnum):
-    """Who launches a kernel: Python with gradients off, Python with gradients recorded, or autograd."""
+    """Origin of a kernel's launch: Python with gradients off, Python with gradients recorded, or autograd."""
 
     PLAIN = 0
     RECORDED = 1
@@ -412,7 +412,7 @@ class Launch(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Host costs of eager PyTorch, and how much slower than measured the card's kernels are.
+    """Host costs of eager PyTorch, and the slowdown of the card's kernels against the measured ones.
 
     `launch_s` is a kernel that Python code launches, with its share of the modules' Python. Source: PyTorch's blog
     "Accelerating Generative AI with PyTorch II: GPT, Fast" (November 2023, A100 80GB) measured 25.5 tokens/s for the

@@ -58,7 +58,7 @@ class Tracer(TorchDispatchMode):
         self.in_parts: dict[OpOverload, Callable[..., object]] = {}  # operations that are several kernels on a card
         self.handlers[aten._grouped_mm.default] = _grouped_mm
         self.handlers |= dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm_to_dtype)
-        # what a collective wrote, as a card has it; for fakes torch makes a copy of it
+        # the output of a collective, as on a card; for fakes torch makes a copy of it
         self.handlers[torch.ops._c10d_functional.wait_tensor.default] = lambda args, kwargs: args[0]
         if memory.device_type == "cuda":
             self.in_parts[aten.masked_scatter_backward.default] = self._masked_scatter_backward
@@ -68,7 +68,7 @@ class Tracer(TorchDispatchMode):
         self._key: tuple[object, ...] | None = None  # of the operation under way: its inputs, if these tell its cost
         self.host: HostMemory | None = None  # where the memory of the host is followed too
         self.layers: LayerRecorder | None = None
-        self.after: Callable[..., None] | None = None  # told of each operation what the clock is told
+        self.after: Callable[..., None] | None = None  # called for each operation with the clock's arguments
         self.groups: dict[str, int] = {}  # ranks of each process group that had a collective on the card
         self._workspace_bytes = blas_workspace_bytes
         self.workspaces: dict[tuple[bool, int], int] = {}  # the allocation of each of cuBLAS
@@ -222,7 +222,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _masked_scatter_backward(self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The gradient of what was scattered: the rows of the mask, as many as there were, and zeros for the rest."""
+        """The gradient of the scattered rows: those of the mask, as many as there were, and zeros for the rest."""
         count = prod(sizes)
         rows = self._rows(mask, most=count)
         taken = grad.new_empty(rows.shape[0])
@@ -437,13 +437,13 @@ OF_A_TENSOR: dict[OpOverload, float] = {
 def charge_modules(
     clock: Clock, layers: LayerRecorder | None, launches: float, modules: Sequence[torch.nn.Module]
 ) -> None:
-    """Charge the host for going over modules, so many launches each. Inside of a layer they are that layer's alone."""
+    """Charge the host for going over modules, `launches` each. Inside of a layer they are that layer's alone."""
     deep = len(modules) if layers is None or layers.code() else sum(map(layers.growth_of_module, modules))
     _charge(clock, launches, len(modules), deep)
 
 
 def charge_tensors(clock: Clock, layers: LayerRecorder | None, launches: float, several: object) -> None:
-    """Charge the host for going over a list of tensors, so many launches each."""
+    """Charge the host for going over a list of tensors, `launches` each."""
     found = list(tensors(several))
     deep = len(found) if layers is None else sum(map(layers.growth_of_tensor, found))
     _charge(clock, launches, len(found), deep)

@@ -42,14 +42,14 @@ MOST_PROBES = 6  # once something fits; without anything that fits, twice as man
 
 
 class Ending(StrEnum):
-    """What ended a piece of work before it was done."""
+    """Cause that ended a piece of work before it was done."""
 
     TIME = "time"
     INTERRUPT = "interrupt"
 
 
 def within(limit_s: float, work: Callable[[], T], *, cancel: Callable[[Ending], None]) -> tuple[T, Ending | None]:
-    """What `work` returns, and what ended it: `cancel` is called after `limit_s` seconds or at Ctrl-C.
+    """Result of `work`, and the cause that ended it: `cancel` is called after `limit_s` seconds or at Ctrl-C.
 
     `work` runs in a thread of its own, and must return soon after `cancel`, with what it has.
     """
@@ -68,7 +68,7 @@ def within(limit_s: float, work: Callable[[], T], *, cancel: Callable[[Ending], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What may be changed: to fit (or to leave room), to be faster, or to another card. Each has been simulated."""
+    """Changes to fit (or to leave room), to be faster, or to another card. Each has been simulated."""
 
     changes: tuple[Change, ...] = ()  # that make it fit with room to spare, the cheapest first
     closest: Change | None = None  # without such a change, the one that misses by the least
@@ -81,7 +81,7 @@ class Advice:
 
     @property
     def came_too_late(self) -> bool:
-        """Whether the search was ended before any change was simulated."""
+        """True if the search was ended before any change was simulated."""
         return self.ending is not None and not (
             self.changes or self.faster or self.untried or self.closest or self.misses
         )
@@ -123,7 +123,7 @@ def cheapest_changes(
 
 
 def _starting_share(levers: Levers, base: ProbeResult) -> float | None:
-    """The smallest share of the card with which a rollout engine starts that did not; None where that is not why."""
+    """The smallest share of the card with which a failed rollout engine starts, if its share is the cause."""
     least = least_share(base.reason) if base.status is ProbeStatus.OOM else None
     larger = (v for v in levers.values(levers.share) if least is not None and isinstance(v, float) and v >= least)
     return min((value for value in larger if levers.candidate({levers.share: value})), default=None)
@@ -187,7 +187,7 @@ class _Search:
         return [n for n in self.levers.strengths if n not in self.beside]
 
     def _halve(self) -> None:
-        """Settle weights of 16 bits in place of float32; where they do not suffice, with checkpoints."""
+        """Settle weights of 16 bits in place of float32; if they are too large, with checkpoints."""
         if "dtype" not in self.levers.strengths:
             return
         half = frozenset({"dtype"})
@@ -205,7 +205,7 @@ class _Search:
             self._settle(names, self._start(names), self.apart)
 
     def _is_beaten(self) -> bool:
-        """Whether even all settings that could be tried do not fit together, at their strongest values."""
+        """True if even all possible settings together, at their strongest values, exceed the memory."""
         names = frozenset(n for n in self._open if frozenset({n}) not in self.broken)
         at = self.levers.strongest(names)
         return not at or not (self._ask(at).fits or self._ask(at).failure)
@@ -270,11 +270,11 @@ class _Search:
         return sorted(later, key=lambda s: later[s])
 
     def _is_promising(self, names: frozenset[str]) -> bool:
-        """Whether these settings are expected to leave room, not only not known to be too little."""
+        """True if these settings are expected to leave room, beyond the lower bounds."""
         return self._expected(self.levers.strongest(names)) <= self.trier.room_bytes
 
     def _is_open(self, names: frozenset[str]) -> bool:
-        """Whether it is not known yet if these settings suffice, and no smaller set does."""
+        """True if it is still open whether these settings suffice, and no smaller set does."""
         if any(f <= names for f in self.found) or any(names <= b for b in self.beaten):
             return False
         if any(b <= names for b in self.broken):
@@ -285,7 +285,7 @@ class _Search:
         return bool(at) and self._least_bytes(at) <= self.trier.room_bytes
 
     def _is_hopeless(self, names: frozenset[str]) -> bool:
-        """Whether these settings at their strongest, and so any of them, are known not to suffice."""
+        """True if these settings at their strongest, and so any of them, are known to be too weak."""
         at = self.levers.strongest(names)
         return bool(at) and self._least_bytes(at) > self.trier.room_bytes
 
@@ -326,7 +326,7 @@ class _Search:
         return at
 
     def _whittle(self, every: frozenset[str]) -> None:
-        """Leave out the settings of `every` that the bounds do not need, and look whether the others fit."""
+        """Leave out the settings of `every` that the bounds can do without, and look whether the others fit."""
         for _ in range(MOST_TOGETHER):
             kept = every
             for name in sorted(every, key=lambda n: (-TIERS.index(self._tier_of(n)), -self.levers.rank(n), n)):
@@ -356,12 +356,12 @@ class _Search:
         return max((self._bounds.least_bytes(known, at) for known in self._below(at)), default=0)
 
     def _expected(self, at: Assignment) -> int:
-        """The bytes expected with `at`, from the run that is closest to it; 0 without one."""
+        """The bytes expected with `at`, from the run that is closest to it; 0 if there is none."""
         closest = max(self._below(at), key=lambda k: (len(k.at), self._strength(k.at)), default=None)
         return 0 if closest is None else self._bounds.expected_bytes(closest, at)
 
     def _below(self, at: Assignment) -> list[Known]:
-        """The simulated runs whose settings are among `at`, no stronger than there."""
+        """The simulated runs whose settings are among `at`, at most as strong as there."""
         order = self.levers.strengths
         return [
             known for known in list(self.known)
@@ -373,7 +373,7 @@ class _Search:
         return Bounds(self.levers.space.recipe, self.levers.own, self.levers.space.stated)
 
     def learn(self, at: Assignment, result: ProbeResult) -> None:
-        """Keep what a simulated run with the settings `at` held."""
+        """Keep the bytes of a simulated run with the settings `at`."""
         known = Known.of(at, result, self.trier.context_bytes)
         if known is not None:
             self.known.append(known)
@@ -415,7 +415,7 @@ def advice_json(advice: Advice) -> dict[str, object]:
 
 
 def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
-    """A sentence where weights of float32 take a good part of a card that a recipe does not fit; [] without one."""
+    """A sentence if float32 weights take a good part of a card that a recipe exceeds; else []."""
     count, nbytes = recipe.model_parameters, recipe.weights_bytes
     if (
         is_safe(result, capacity_bytes)
@@ -435,7 +435,7 @@ def float32_words(recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> l
 
 
 def then_lines(then: Then | None, result: ProbeResult, capacity_bytes: int) -> list[str]:
-    """What older libraries did with the recipe, in a line; [] where none were named."""
+    """Behaviour of older libraries with the recipe, in a line; [] if none were named."""
     if then is None:
         return []
     fits = result.status is ProbeStatus.FIT
@@ -447,7 +447,7 @@ def then_lines(then: Then | None, result: ProbeResult, capacity_bytes: int) -> l
 
 
 def ending_words(advice: Advice) -> list[str]:
-    """A sentence where the search for advice was ended early; [] without one."""
+    """A sentence if the search for advice was ended early; else []."""
     more = option("advice-time", "2m")
     words = {
         Ending.TIME: f"not every change was tried in the time for advice; give more, such as {more}",
@@ -459,7 +459,7 @@ def ending_words(advice: Advice) -> list[str]:
 
 
 def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_bytes: int) -> list[str]:
-    """What to change, a line each, under a heading."""
+    """Changes to make, a line each, under a heading."""
     fits = result.status is ProbeStatus.FIT
     lines = [] if is_safe(result, capacity_bytes) else list(_mends(advice, recipe, capacity_bytes, fits=fits))
     if advice.faster:

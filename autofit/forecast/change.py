@@ -1,4 +1,4 @@
-"""What may be changed: a recipe's settings, or its card. Each with its result on a simulated card."""
+"""Possible changes: a recipe's settings, or its card. Each with its result on a simulated card."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -70,12 +70,12 @@ class Change:
 
     @property
     def how(self) -> str:
-        """How to make the change: in the user's own file where that is another tool's, else by options."""
+        """Way to make the change: in the user's own file if that is another tool's, else by options."""
         return f"in your file: {self.own}" if self.own else self.options
 
     @property
     def step_words(self) -> str:
-        """`, 3.15 s a step`; "over" where the optimizer steps on the host, which is not timed; "" if not known."""
+        """`, 3.15 s a step`; "over" if the optimizer steps on the host, which is untimed; "" if unknown."""
         if self.step_s is None:
             return ""
         over = "" if self.given.get(OFFLOAD, "none") == "none" else "over "
@@ -156,9 +156,9 @@ class OtherCard:
 def other_card(
     result: ProbeResult, capacity_bytes: int, probe_on: Callable[[Device, int], ProbeResult], launch: Launch
 ) -> OtherCard | None:
-    """The smallest card that runs the recipe of `result` with room: smaller where it fits so now, larger where not.
+    """The smallest card that runs the recipe of `result` with room: smaller if it fits so now, else larger.
 
-    `probe_on` simulates the recipe on a card (device, capacity). None where no such card is known.
+    `probe_on` simulates the recipe on a card (device, capacity). None if no such card is known.
     """
     spec = _likely(result, capacity_bytes)
     if spec is None:
@@ -174,7 +174,7 @@ def other_card(
 
 
 def _count(launch: Launch) -> str:
-    """What stands before the name of one card: `8x`, `4x8x` on machines of 8; "" for one."""
+    """Prefix of the name of one card: `8x`, `4x8x` on machines of 8; "" for one."""
     if launch.machines > 1:
         return f"{launch.machines}x{launch.cards // launch.machines}x"
     return f"{launch.cards}x" if launch.cards > 1 else ""
@@ -207,7 +207,7 @@ _SPEEDS = ("first", "early")  # the order in which settings are tried for their 
 def faster_changes(
     levers: Levers, trier: Trier, base: ProbeResult, *, below: Tier | None = None, most: int = 3, workers: int = 2
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    """(changes that are faster than `base` and leave room, changes that could not be tried).
+    """(changes that are faster than `base` and leave room, changes that failed when tried).
 
     One that raises Cancelled ends with what was tried before.
 
@@ -238,7 +238,7 @@ def faster_changes(
 
 
 def asks_of_sizes(levers: Levers, *, below: Tier) -> bool:
-    """Whether larger micro-batches or rollouts count among the changes of the tiers below `below`.
+    """True if larger micro-batches or rollouts count among the changes of the tiers below `below`.
 
     Only these depend on how little memory is enough for the base (its least capacity).
     """
@@ -247,7 +247,7 @@ def asks_of_sizes(levers: Levers, *, below: Tier) -> bool:
 
 
 def _ideas(levers: Levers, trier: Trier, base: ProbeResult, below: Tier | None) -> list[Assignment]:
-    """Changes of one setting and what it needs, the most promising first: those of the longer phase, then others."""
+    """Changes of one setting and its requirements, the most promising first: those of the longer phase, then others."""
     over = -1 if below is None else TIERS.index(below)
     of_rollout = bool(base.rollout_s) and 2 * base.rollout_s[0] > (base.median_step_s or 0.0)
     batches = [_larger(levers, trier, base, ROLLOUT), _larger(levers, trier, base, MICRO)]
@@ -279,7 +279,7 @@ def _others(levers: Levers) -> list[Assignment]:
 
 
 def _turn(levers: Levers, name: str) -> tuple[int, int]:
-    """When a setting is tried for its speed: those of `_SPEEDS` in the practitioner's order, then the others."""
+    """Place of a setting among those tried for speed: `_SPEEDS` in the practitioner's order, then the others."""
     speed = levers.traits(name).speed
     return (_SPEEDS.index(speed), levers.rank(name)) if speed in _SPEEDS else (len(_SPEEDS), 0)
 
@@ -316,12 +316,12 @@ def _shares(at: Assignment, levers: Levers, trier: Trier) -> list[tuple[Assignme
 
 
 def _engine_bytes(levers: Levers) -> float:
-    """What vLLM holds beside the cache of its completions, about."""
+    """Bytes that vLLM holds beside the cache of its completions, about."""
     return (levers.space.recipe.weights_bytes or 0) * _BESIDE_WEIGHTS
 
 
 def _leaner(at: Assignment, levers: Levers, trier: Trier, result: ProbeResult) -> Assignment | None:
-    """`at` with what may make it fit after its `result` did not: a smaller share for vLLM or a smaller micro-batch."""
+    """`at` with a setting that may make it fit after its `result` failed: a smaller share for vLLM or micro-batch."""
     if at.get("use_vllm"):
         shares = [one for one, _ in _shares(at, levers, trier)]
         return next(iter(shares[shares.index(at) + 1 :]), None) if at in shares else None
@@ -333,7 +333,7 @@ def _leaner(at: Assignment, levers: Levers, trier: Trier, result: ProbeResult) -
 
 
 def _has_room(at: Assignment, known: Known, levers: Levers, trier: Trier) -> bool:
-    """Whether these settings are expected to leave room, by what is known of others."""
+    """True if these settings are expected to leave room, by the known run of others."""
     bounds = Bounds(levers.space.recipe, levers.own, levers.space.stated)
     return bounds.expected_bytes(known, at) <= trier.room_bytes
 

@@ -1,4 +1,4 @@
-"""Mass models of structures, and predictions of structures without one of their own, phase by phase.
+"""Mass models of structures, and predictions of structures that lack one, phase by phase.
 
 The recipe's own structure has a model of all variables. Others have *sketches*: models of the micro-batch alone, at the
 recipe's own completion length and rank, which take a fifth of the traces. What a structure adds to the bytes of a
@@ -46,7 +46,7 @@ Request = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What came of one structure: its mass model, or the reason why there is none."""
+    """Outcome for one structure: its mass model, or the reason why there is none."""
 
     model: MassModel | None = None
     layers: int = 0  # of the architecture
@@ -58,7 +58,7 @@ class Made:
 
     @property
     def problem(self) -> str:
-        """Why the model rules out no candidate; "" where it may."""
+        """Reason why the model must keep all candidates; "" if it may exclude some."""
         if self.model is None:
             return self.reason
         off = []
@@ -87,7 +87,7 @@ class Workshop:
     def make(
         self, whole: Mapping[Structure, Request], sketches: Mapping[Structure, Request]
     ) -> tuple[dict[Structure, Made], dict[Structure, Made]]:
-        """What came of the requests of each kind; the whole ones, which take longer, begin first.
+        """Outcomes of the requests of each kind; the whole ones, which take longer, begin first.
 
         After a Ctrl-C the running traces stop too.
         """
@@ -142,7 +142,7 @@ def processes(at_once: int) -> int:
 
 
 def _read(folder: Path) -> Made | None:
-    """What an earlier trace made; None where there is nothing that counts another time."""
+    """Outcome of an earlier trace, if there is one that still counts."""
     answer = read_json(folder / "model.json")
     if answer is None or "error" in answer:
         return None
@@ -186,7 +186,7 @@ def _key(request: Request, worst_case: Path) -> str:
 
 
 class Source(StrEnum):
-    """What the prediction of a structure is made from."""
+    """Source of the prediction of a structure."""
 
     WHOLE = "whole"  # a model of this structure, of all variables
     SKETCHED = "sketched"  # a sketch of this structure
@@ -207,7 +207,7 @@ class Told:
 
 
 def pairs(own: Structure, structures: Sequence[Structure]) -> dict[Setting, tuple[Structure, Structure]]:
-    """{setting that is not the recipe's: (a structure with it, the same without)}, to see its effect alone.
+    """{setting that differs from the recipe's: (a structure with it, the same without)}, to see its effect alone.
 
     The structure has the fewest other changes: a setting that only exists beside another is compared with that other.
     """
@@ -238,7 +238,7 @@ class Composer:
     prompt_tokens: int = 0  # of the longest prompt
 
     def told(self, structure: Structure, shapes: tuple[Shape, ...]) -> Told | None:
-        """The prediction, or None if a model or the effect of a setting is missing."""
+        """The prediction, unless a model or the effect of a setting is missing."""
         structure = self.plain(structure)
         start = structure if structure in self.whole else self.own
         made = self.whole[start]
@@ -289,7 +289,7 @@ class Composer:
 
     @property
     def crashed(self) -> dict[Setting, str]:
-        """{setting: the error} of settings whose sketch crashed, where the same without the setting did not."""
+        """{setting: the error} of settings whose sketch crashed, while the same without the setting succeeded."""
         found = {}
         for setting, (with_it, without) in self.pairs.items():
             made = self.sketches[with_it]
@@ -298,13 +298,13 @@ class Composer:
         return found
 
     def plain(self, structure: Structure) -> Structure:
-        """`structure` without the settings that changed nothing in their sketches."""
+        """`structure` less the settings that left their sketches unchanged."""
         own = dict(self.own)
         return tuple((n, own[n] if (n, v) in self._idle else v) for n, v in structure)
 
     @cached_property
     def _idle(self) -> frozenset[Setting]:
-        """Settings with a sketch that equals the sketch without them."""
+        """Settings whose sketch equals the one that lacks them."""
         shapes = tuple(Shape(b, 1, self.chunks(self.own), self.completion, 0) for b in (1, 4, 16, 64))
         return frozenset(setting for setting in self.pairs if _alike(*self._pair(setting, shapes)))
 
@@ -397,7 +397,7 @@ def _change_seconds(
 
 
 def _new(known: Mapping[str, Floats], sketched: Mapping[str, Floats]) -> list[str]:
-    """The phases or segments of a sketch that are not known under any suffix."""
+    """The phases or segments of a sketch that are unknown under any suffix."""
     names = {plain(name) for name in known}
     return [name for name in sketched if plain(name) not in names]
 

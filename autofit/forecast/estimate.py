@@ -82,7 +82,7 @@ class Estimator:
         return replace(result, reason=result.reason.replace(f"; see {request.log_path}", printed))
 
     def probe_on(self, device: Device, capacity_bytes: int, values: Mapping[str, object] | None = None) -> ProbeResult:
-        """The same on another simulated card; without `values`, of the recipe as it is."""
+        """The same on another simulated card; by default, of the recipe as it is."""
         return replace(self, device=device, capacity_bytes=capacity_bytes).probe(values or self.recipe.values)
 
     def cancel(self) -> None:
@@ -99,7 +99,7 @@ class Estimator:
         )  # fmt: skip
 
     def advice(self, result: ProbeResult, *, tell: Tell = lambda _: None) -> Advice:
-        """What would make the recipe of `result` fit with room to spare, or where it does, faster; and another card."""
+        """Changes that make the recipe of `result` fit with room to spare, or, if it does, faster; and another card."""
         safe = is_safe(result, self.capacity_bytes)
         with ThreadPoolExecutor(1) as pool:
             card = pool.submit(other_card, result, self.capacity_bytes, self.probe_on, self.recipe.launch)
@@ -109,7 +109,7 @@ class Estimator:
             return found
 
     def within(self, limit_s: float, look: Callable[[], Advice], *, interrupted: Callable[[], None]) -> Advice:
-        """The advice that `look` finds until `limit_s` seconds have passed, or Ctrl-C comes, which is told first.
+        """The advice that `look` finds until `limit_s` seconds have passed, or Ctrl-C comes, which is reported first.
 
         After such an end this estimator probes nothing more.
         """
@@ -198,7 +198,7 @@ def _verdict(result: ProbeResult, capacity_bytes: int) -> str:
 
 
 def _before_the_update(result: ProbeResult) -> str:
-    """` (rollout 51.6 s)`; where other passes take part of it, no phase's name, as a table has that phase's own."""
+    """` (rollout 51.6 s)`; unnamed if other passes take part of it, as a table has that phase's own."""
     before_s = result.rollout_s[0]
     if not before_s:
         return ""
@@ -213,7 +213,7 @@ def _before_the_update(result: ProbeResult) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """The first phase whose bytes exceed the card, with the longest sample; None is "not known"."""
+    """The first phase whose bytes exceed the card, with the longest sample; None is "unknown"."""
 
     phase: str
     over_bytes: int  # 0 where only the prediction's error may exceed the card
@@ -252,7 +252,7 @@ class Crash:
 
 
 def crash_of(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> Crash:
-    """Where the recipe of `result` runs out of memory on a card of `capacity_bytes`, with its longest sample."""
+    """Place where the recipe of `result` exceeds a card of `capacity_bytes`, with its longest sample."""
     card = gpu_spec(result.device.removeprefix("sim:"))
     context = card.context_bytes + nccl_bytes(card, recipe.launch.ranks)
     peaks = {p.name: p.peak_allocated_bytes + context for p in result.phases}
@@ -275,7 +275,7 @@ def _tokens(recipe: Recipe, *, evaluated: bool) -> int | None:
 
 
 def step_of_longest(recipe: Recipe) -> int | None:
-    """The optimizer step of the first epoch, counted from 1, that trains on the longest sample; None: not known."""
+    """The optimizer step of the first epoch, counted from 1, that trains on the longest sample, if known."""
     place, count = recipe.longest_place, recipe.num_samples
     if place is None or count is None:
         return None

@@ -1,4 +1,4 @@
-"""Bytes and seconds of shapes by a mass model, phase by phase, with those of a rollout engine. Needs no torch."""
+"""Bytes and seconds of shapes by a mass model, phase by phase, with those of a rollout engine. Free of torch."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +38,7 @@ class Parts:
 
     @property
     def held_bytes(self) -> Floats:
-        """At least what is held all the time: the peak of the phase that needs least, once the training runs."""
+        """Lower bound of the bytes held all the time: the peak of the smallest phase, once the training runs."""
         return _held(self.peaks)
 
     def with_evaluated(self, evaluated: "Evaluated | None", *, least: bool = False) -> "Parts":
@@ -48,7 +48,7 @@ class Parts:
         return replace(self, peaks={**self.peaks, EVALUATION: evaluated.at(self, least=least)})
 
     def with_engine(self, engine: Engine | None, prompt_tokens: int) -> "Parts":
-        """These parts and those of a rollout engine, which no mass model has among its own."""
+        """These parts and those of a rollout engine, which a mass model leaves out."""
         if engine is None:
             return self
         rollouts = [
@@ -131,7 +131,7 @@ def live_bytes(peaks: Mapping[str, Floats], shapes: Sequence[Shape]) -> Floats:
 
 
 def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()) -> Floats:
-    """How often `segment` runs in an optimizer step, of all the `segments` that a model tells apart.
+    """Number of runs of `segment` in an optimizer step, of all the `segments` that a model tells apart.
 
     The update of the first micro-batch makes the gradients, to which later ones add theirs; the last of several adds
     them up over the ranks. Without completions there are no rollouts, and what is scored before the training (DPO's
@@ -149,13 +149,13 @@ def passes(segment: str, shapes: Sequence[Shape], segments: Collection[str] = ()
 
 
 def plain(segment: str) -> str:
-    """The segment or phase without its suffix."""
+    """The segment or phase less its suffix."""
     return segment.removesuffix(REPEATED).removesuffix(LAST).removesuffix(LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketched:
-    """What a sketch (a model of the micro-batch alone) says of shapes: bytes of a phase, seconds of one pass."""
+    """Figures of a sketch (a model of the micro-batch alone) for shapes: bytes of a phase, seconds of one pass."""
 
     peaks: Mapping[str, Floats]
     seconds: Mapping[str, Floats]

@@ -175,7 +175,7 @@ class Forecast:
 
 
 def _unknown(found: Sorted, problem: str) -> Forecast:
-    """A forecast without predictions, for a trainer whose models cannot be traced with few layers."""
+    """A forecast that lacks predictions, for a trainer whose models are untraceable with few layers."""
     nothing = np.full(len(found.candidates), np.nan)
     predictions = Predictions(
         candidates=found.candidates, floor_bytes=np.zeros(len(nothing)), device_used_bytes=nothing, step_s=nothing
@@ -186,7 +186,7 @@ def _unknown(found: Sorted, problem: str) -> Forecast:
 
 
 def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast:
-    """What the models so far say of every candidate."""
+    """Forecast of every candidate by the models so far."""
     count = len(found.candidates)
     floor, sources = np.zeros(count), np.full(count, None)
     live, least, step, rollout = (np.full(count, np.nan) for _ in range(4))
@@ -213,7 +213,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
 
 
 def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> list[Structure]:
-    """The structures with two changes of which one decides what the other does (`Traits.joint`)."""
+    """The structures with two changes, one of which decides the effect of the other (`Traits.joint`)."""
     joint = {(knob.name, other) for knob in space.knobs for other in knob.traits.joint}
     joint |= {(SHARDING, PADDED), (SHARDING, ONE)}  # gathers hide kernels; whole gradients are kept or not
     changes = {s: [name for name, *_ in differences(s, own)] for s in structures}
@@ -221,7 +221,7 @@ def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> lis
 
 
 def _problem(composer: Composer, structure: Structure, told: Told | None) -> str:
-    """Why nothing is ruled out for a structure although it was traced, or could not be; "" without a problem."""
+    """Reason why a structure rules out no candidate although it was traced, or failed to be; "" if it may."""
     made = composer.whole.get(composer.plain(structure))
     if made is not None:
         return made.problem
@@ -262,7 +262,7 @@ class _Requests:
     worst_case: Path
 
     def chunk(self, structure: Structure) -> int:
-        """Micro-batches of a sketch's rollout: those of its step, or more where rollouts are reused."""
+        """Micro-batches of a sketch's rollout: those of its step, or more if rollouts are reused."""
         return accumulation_of(self._ranked, one=bool(dict(structure)[ONE])) * (2 if self._reused else 1)
 
     @property
@@ -286,13 +286,13 @@ class _Requests:
         return {**self._common(structure), "hold_out": hold_out, "ranges": sizes | self._lengths_and_ranks(shapes)}
 
     def _evaluated_alike(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
-        """Those of `shapes` with the recipe's own completions, where it evaluates: its evaluation is traced there."""
+        """The subset of `shapes` with the recipe's own completions, if it evaluates: its evaluation is traced there."""
         own = shape_of(self.found.space, self.found.space.baseline)
         alike = [shape for shape in shapes if (shape.completion, shape.rank) == (own.completion, own.rank)]
         return alike if self.found.space.recipe.evaluated_samples and alike else shapes
 
     def sketch(self, structure: Structure) -> Request:
-        """A model of the micro-batch alone, at the recipe's own completion length and rank, without a test."""
+        """An untested model of the micro-batch alone, at the recipe's own completion length and rank."""
         own, shapes = shape_of(self.found.space, self.found.space.baseline), self.found.shapes
         micro = _span(n for s in shapes for n in (s.micro, s.generated))
         point = {"C": own.completion, "r": own.rank, "chunk": self.chunk(structure)}
@@ -317,7 +317,7 @@ class _Requests:
 
 
 def _trace_size(shape: Shape) -> tuple[bool, int, int, int]:
-    """What the test of a model takes: its micro-batches. Two at least, so that gradients accumulate in it."""
+    """Size of the test of a model: its micro-batches. Two at least, so that gradients accumulate in it."""
     return shape.accumulation < 2, min(shape.accumulation, 2 * shape.chunk), shape.chunk, shape.micro
 
 

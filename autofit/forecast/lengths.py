@@ -174,7 +174,7 @@ def drawn(lengths: Lengths, recipe: Recipe, *, seed: int = 0) -> Drawn:
 
 
 def lies_in_a_row(recipe: Recipe) -> bool:
-    """Whether the samples of a micro-batch lie one after the other, without padding."""
+    """True if the samples of a micro-batch lie one after the other, unpadded."""
     return bool(recipe.resolved.get("padding_free"))
 
 
@@ -195,7 +195,7 @@ def _order(lengths: Lengths, recipe: Recipe, count: int, random: np.random.Gener
 
 
 def sampling(recipe: Recipe) -> str:
-    """How samples are drawn: `random`, `sequential`, or another of transformers' strategies."""
+    """Way in which samples are drawn: `random`, `sequential`, or another of transformers' strategies."""
     if recipe.resolved.get("group_by_length") is True:  # its name before transformers 5
         return "group_by_length"
     return str(recipe.resolved.get("train_sampling_strategy") or "random")

@@ -78,7 +78,7 @@ class Levers:
         return {name: values for name, values in sorted(valid.items(), key=lambda e: self.rank(e[0])) if values}
 
     def _enabled(self, name: str, value: Value) -> dict[str, Value]:
-        """A candidate's settings with this value of `name`, and what it needs of others; {} if there is none."""
+        """A candidate's settings with this value of `name`, and its requirements of others; {} if there is none."""
         micro: dict[str, Value] = {MICRO: 1} if name == ROLLOUT and MICRO in self.own else {}
         beside = {k: cast(Value, v) for k, v in (self.traits(name).beside or {}).items() if k in self.own}
         tries: list[dict[str, Value]] = [{name: value}, {**micro, **beside, name: value}]
@@ -104,7 +104,7 @@ class Levers:
         return {k.name: (k, c) for k, c in zip(self.space.knobs, self.space.choices, strict=True)}
 
     def values(self, name: str) -> tuple[Value, ...]:
-        """All values of a knob, valid by themselves or not; () where the space has no such knob."""
+        """All values of a knob, valid by themselves or only with others; () if the space lacks it."""
         return self._listed[name][1] if name in self._listed else ()
 
     def others(self, name: str) -> tuple[Value, ...]:
@@ -113,11 +113,11 @@ class Levers:
 
     @property
     def share(self) -> str:
-        """The setting of the card's share for a rollout engine, under which an engine may not start."""
+        """The setting of the card's share for a rollout engine, which may be too small for its start."""
         return self.space.keys.engine_share or SHARE
 
     def quicker(self, name: str) -> tuple[Value, ...]:
-        """The value of a knob to try for its speed: () where there is none.
+        """The value of a knob to try for its speed: () if there is none.
 
         Of numbers in the order of their memory, and of a share of the card, the next larger one, as less memory is
         seldom faster; of other whole numbers the nearest below the recipe's own, else above it.
@@ -146,7 +146,7 @@ class Levers:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The settings of how much a pass without gradients holds."""
+        """The settings that bound the bytes of a gradient-free pass."""
         phases = {name: self.phases(name) for name in self.own}
         return tuple(name for name, found in phases.items() if found and UPDATE not in found)
 
@@ -156,7 +156,7 @@ class Levers:
         return tuple(name for name in self.own if name in self._listed and self.traits(name).offloads)
 
     def candidate(self, at: Assignment) -> Candidate | None:
-        """The candidate with these settings, and the recipe's others; None if there is none."""
+        """The candidate with these settings, and the recipe's others, if it exists."""
         space, keys = self.space, self.space.keys
         params = space.params(space.baseline)
         micro, _, chunk, _ = space.split(space.baseline)
@@ -176,7 +176,7 @@ class Levers:
         return found if space.violated(found) is None else None
 
     def tier(self, at: Assignment) -> Tier:
-        """The lowest tier that these settings touch; `recipe` where they have no candidate."""
+        """The lowest tier that these settings touch; `recipe` if they have no candidate."""
         found = self.candidate(at)
         return TIERS[-1] if found is None else self.space.tier(found)
 
@@ -200,7 +200,7 @@ class Levers:
 
 
 def _fewer(traits: Traits, own: Value, choices: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Those of `choices` that may need less memory than the recipe's `own` value, from the mildest to the strongest."""
+    """The subset of `choices` that may need less memory than the recipe's `own` value, mildest first."""
     if traits.than is not None and own not in traits.than:
         return ()
     if traits.less == "lower":
@@ -232,7 +232,7 @@ _QUANTISED = {"4bit": 0.5, "8bit": 1.0}  # least bytes of a parameter
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What one simulated run held: bytes by phase and category, and the bytes that no category explains."""
+    """Bytes of one simulated run: by phase and category, and those outside all categories."""
 
     at: Assignment
     parts: Mapping[str, Mapping[str, int]]
@@ -246,7 +246,7 @@ class Known:
 
     @classmethod
     def of(cls, at: Assignment, result: ProbeResult, context_bytes: int) -> "Known | None":
-        """None where the run did not complete or says nothing of its parts."""
+        """The known bytes, if the run completed and reports its parts."""
         need = result.least_capacity_bytes or result.device_used_bytes
         if not result.categories or need is None:
             return None
@@ -350,7 +350,7 @@ class Bounds:
         return self._unscaled(name, phase, category)
 
     def _unscaled(self, name: str, phase: str, category: str) -> float:
-        """The share that a setting leaves at least whose size is not known: none of what it may remove."""
+        """Lower bound of the share that a setting of unknown effect leaves: 0 for anything that it may remove."""
         if phase == EVALUATION and name.startswith("activation_"):  # nothing is kept for a backward
             return 1.0
         if name == SLEEP:

@@ -1,4 +1,4 @@
-"""How far a predicted peak may be from the card's: the margin that an answer needs before it says that a recipe fits.
+"""Error of a predicted peak against the card's: the margin that an answer needs before it says that a recipe fits.
 
 Source: 65 reserved peaks that others measured, simulated (experiments/accuracy/table.md: 57 of PEFT's and 8 of
 preflight's): the mean error is 0.7 %, and the worst prediction is 6.23 % below its measurement (prefix tuning of a 3B
@@ -22,7 +22,7 @@ WORST_ERROR_FRAC = 0.0623  # of the measured bytes, where the prediction is belo
 
 
 def needed_bytes(result: ProbeResult) -> int:
-    """Device-used bytes without which it does not run: the least capacity, where it is known.
+    """Device-used bytes that a run needs at least: the least capacity, if it is known.
 
     The allocator may hold more, up to the whole card: it keeps freed blocks, and returns them before it raises an OOM.
     """
@@ -42,18 +42,18 @@ def roomy_bytes(capacity_bytes: int, device: Device) -> int:
 
 
 def is_tight(result: ProbeResult, capacity_bytes: int) -> bool:
-    """Whether the recipe fits as predicted, with less to spare than the prediction may be off."""
+    """True if the recipe fits as predicted, with less to spare than the possible error of the prediction."""
     return result.status is ProbeStatus.FIT and needed_bytes(result) > roomy_bytes(capacity_bytes, result.device)
 
 
 def is_safe(result: ProbeResult, capacity_bytes: int) -> bool:
-    """Whether the recipe fits with room to spare."""
+    """True if the recipe fits with room to spare."""
     return result.status is ProbeStatus.FIT and not is_tight(result, capacity_bytes)
 
 
 def tight_words(result: ProbeResult, capacity_bytes: int) -> str:
-    """What a predicted winner of a search may take where that is more than the target, and how to search for one that
-    may not; "" elsewhere.
+    """Possible need of a predicted winner of a search, if it exceeds the target, and the way to search for a safe one;
+    else "".
     """
     if result.fidelity is not Fidelity.PREDICTED or not is_tight(result, capacity_bytes):
         return ""
@@ -72,7 +72,7 @@ _LESS_WOULD_DO_FRAC = 0.25  # of what is needed: a card with room for what is us
 
 
 def shown_bytes(result: ProbeResult, capacity_bytes: int) -> tuple[int, str]:
-    """(the bytes to judge by, what they are): used, or where the allocator's cache fills the card, needed."""
+    """(the bytes to judge by, their kind): used, or if the allocator's cache fills the card, needed."""
     used, needed = result.device_used_bytes or 0, needed_bytes(result)
     if used > needed and used > roomy_bytes(capacity_bytes, result.device):
         return needed, "needed"
@@ -91,7 +91,7 @@ def used_words(result: ProbeResult, capacity_bytes: int, where: str = "") -> str
 
 
 def step_words(result: ProbeResult, before: str = "") -> str:
-    """` A step takes 1m45s (rollout 1m23s), in 9 of 10 cases 1m18s to 2m20s.`; "" where its seconds are not known.
+    """` A step takes 1m45s (rollout 1m23s), in 9 of 10 cases 1m18s to 2m20s.`; "" if its seconds are unknown.
 
     `before` names a part of it.
     """
@@ -103,10 +103,10 @@ def step_words(result: ProbeResult, before: str = "") -> str:
 
 
 def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
-    """What decides whether it fits where that is tight, and what makes it safe; why more is used than is needed; and
-    the gaps, where they alone keep it from fitting.
+    """The decisive error of a tight fit, and the remedy; why more is used than needed; and the gaps, if they alone keep
+    it from fitting.
 
-    [] where none is so.
+    Empty if none of these applies.
     """
     used, needed = result.device_used_bytes or 0, needed_bytes(result)
     _, what = shown_bytes(result, capacity_bytes)
@@ -125,7 +125,7 @@ def care_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list
 
 
 def _gap_lines(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> list[str]:
-    """What decides where all live tensors have room and the recipe does not fit all the same; [] elsewhere."""
+    """Decisive gaps if all live tensors have room and the recipe fails to fit all the same; else []."""
     if result.status is ProbeStatus.FIT or result.least_capacity_bytes is None:
         return []
     found = _live(result)
@@ -152,7 +152,7 @@ def _decides(result: ProbeResult, recipe: Recipe, capacity_bytes: int) -> str:
 
 
 def _live(result: ProbeResult) -> tuple[str, int] | None:
-    """(the phase with the most live bytes, these bytes with the CUDA context); None where no phase is known."""
+    """(the phase with the most live bytes, these bytes with the CUDA context), if any phase is known."""
     top = max(result.phases, key=lambda phase: phase.peak_allocated_bytes, default=None)
     if top is None:
         return None
@@ -174,7 +174,7 @@ def _fragmentation(phase: str, live: int, gaps: int, result: ProbeResult, recipe
 
 
 def _growing_bytes(result: ProbeResult, recipe: Recipe) -> int | None:
-    """Bytes that it needs with expandable segments; None where they are not known, or the recipe cannot have them."""
+    """Bytes that it needs with expandable segments, if they are known, and the recipe allows them."""
     if inner_value(recipe.values, GROWING) is not None or any(clashes(recipe, merge(recipe.values, {GROWING: GROWS}))):
         return None
     return result.growing_capacity_bytes

@@ -39,7 +39,7 @@ Stop = tuple[str, Candidate]  # a phase, and the candidate with whose recipe it 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visited:
-    """What a visit took: bytes held before it, and the peak bytes and seconds of its phases; or why it did not run."""
+    """Figures of a visit: bytes held before it, and the peak bytes and seconds of its phases; or why it was refused."""
 
     held_bytes: int = 0
     phases: Mapping[str, tuple[int, float]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Itinerary:
 
     @cached_property
     def unread(self) -> NDArray[np.bool_]:
-        """Which candidates change a knob that no phase is said to read (N,)."""
+        """Mask of the candidates that change a knob outside those that the phases read (N,)."""
         read = {name for groups in self.groups.values() for group in groups for name in group.names}
         other = [codes != codes[0] for name, (codes, _) in self._columns.items() if name not in read]
         return np.any(other, axis=0) if other else np.zeros(len(self.candidates), dtype=bool)
@@ -123,13 +123,13 @@ class Itinerary:
         return float(cast(float, self.space.params(self.space.baseline)[names[place]]))
 
     def _is_size(self, name: str, values: set[Value]) -> bool:
-        """Whether a knob's values are sizes with a memory order, of which there are several."""
+        """True if a knob's values are several sizes with a memory order."""
         knob = next(k for k in self.space.knobs if k.name == name)
         ordered = knob.memory_ascending or name == self.space.keys.micro_batch
         return ordered and len(values) > 1 and all(isinstance(v, int) and not isinstance(v, bool) for v in values)
 
     def _stop(self, names: tuple[str, ...], values: tuple[Value, ...]) -> Candidate | None:
-        """The recipe's own candidate with these values alone changed; None if there is none."""
+        """The recipe's own candidate with these values alone changed, if it exists."""
         wanted = dict(zip(names, values, strict=True))
         candidate = self.space.settled(self.space.params(self.space.baseline) | wanted)
         found = self.space.params(candidate)
@@ -258,7 +258,7 @@ def _around(size: Mapping[int, float], kept: Sequence[float], number: int) -> tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toured:
-    """What came of an itinerary: what was visited, or the reason why nothing was."""
+    """Outcome of an itinerary: the visits, or the reason why there were none."""
 
     visited: Mapping[Stop, Visited] = field(default_factory=dict)
     outside_bytes: int = 0

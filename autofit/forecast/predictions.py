@@ -52,7 +52,7 @@ class Predictions:
                 raise ConfigError(f"predicted {field.name} must be above zero, or NaN if unknown")
 
     def of(self, candidates: tuple[Candidate, ...]) -> "Predictions":
-        """The predictions for `candidates`, in their order; NaN for a candidate without one."""
+        """The predictions for `candidates`, in their order; NaN for an unpredicted candidate."""
         if candidates == self.candidates:
             return self
         known = {candidate: place for place, candidate in enumerate(self.candidates)}
@@ -86,7 +86,7 @@ class Cloud:
 
     @classmethod
     def of(cls, predictions: Predictions | None, correct: Correct | None = None) -> "Cloud | None":
-        """The points of `predictions`; None without any. `correct` maps indices to what probes make of the figures."""
+        """The points of `predictions`, if any. `correct` maps indices to figures corrected by probes."""
         if predictions is None:
             return None
         used, step_s = predictions.device_used_bytes, predictions.step_s
@@ -107,7 +107,7 @@ class Cloud:
 
     @classmethod
     def from_json(cls, content: Mapping[str, object] | None) -> "Cloud | None":
-        """The cloud that a study keeps; None for a study without one."""
+        """The cloud that a study keeps, if it has one."""
         if content is None:
             return None
         found = cast("Mapping[str, Any]", content)
@@ -233,7 +233,7 @@ class Sorted:
 
 
 def without(space: Space, settings: Collection[Setting]) -> Space:
-    """`space` without these values of its knobs; the recipe's own values stay."""
+    """`space` less these values of its knobs; the recipe's own values stay."""
     own = space.baseline.values
     choices = (
         tuple(v for v in values if v == mine or (knob.name, v) not in settings)
@@ -253,7 +253,7 @@ def _same(value: Value, other: Value) -> bool:
 
 
 def is_structural(space: Space, knob: str) -> bool:
-    """Whether a change of `knob` leads to another structure.
+    """True if a change of `knob` leads to another structure.
 
     False for variables of the mass model, env knobs, and knobs that the space declares to leave traces as they are.
     """
@@ -294,7 +294,7 @@ def unique(shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], list[int]]:
 
 
 def _is_large(recipe: Recipe, shape: Shape) -> bool:
-    """Whether a micro-batch has more tokens than one tile of the loss."""
+    """True if a micro-batch has more tokens than one tile of the loss."""
     tokens = shape.completion if recipe.generates else recipe.longest_sample_tokens or 0
     return recipe.tile_tokens is not None and shape.micro * tokens > recipe.tile_tokens
 
@@ -308,7 +308,7 @@ def accumulation_of(ranked: bool, *, one: bool) -> int:
 
 
 def _is_one(recipe: Recipe, shape: Shape) -> bool:
-    """Whether the only micro-batch of a step also communicates its gradients; of several mostly the last does."""
+    """True if the only micro-batch of a step also communicates its gradients; of several mostly the last does."""
     return shape.accumulation == 1 and not recipe.launch.is_alone
 
 
@@ -318,7 +318,7 @@ WHY_NOT_OFFLOADED = "candidates without it fit, and the seconds of the host's st
 
 
 def without_offload(space: Space) -> Space:
-    """`space` without offloads to the host that the recipe does not have; `space` itself if it has none.
+    """`space` less offloads to the host, except the recipe's own; `space` itself if it has none.
 
     The host's step would count for nothing, so a slower candidate would win.
     """
@@ -329,7 +329,7 @@ def without_offload(space: Space) -> Space:
 
 
 def has_room(predictions: Predictions, limit_bytes: int | None) -> bool:
-    """Whether a candidate is predicted to fit."""
+    """True if a candidate is predicted to fit."""
     used = predictions.device_used_bytes
     return bool((np.isfinite(used) & (used <= (np.inf if limit_bytes is None else limit_bytes))).any())
 
@@ -351,7 +351,7 @@ def as_evaluated(space: Space, samples: int | None = None) -> Space:
 
 
 def most_evaluated(space: Space, predictions: Predictions, limit_bytes: int) -> int | None:
-    """The largest batch of an evaluation with which a candidate is predicted to fit; None if none is."""
+    """The largest batch of an evaluation with which a candidate is predicted to fit, if any is."""
     place = _evaluation(space)
     for spared in (_SPARED, 1.0):
         fits = (c for c, used in zip(predictions.candidates, predictions.device_used_bytes, strict=True)

@@ -87,7 +87,7 @@ def ladders(recipe: Recipe, device: Device) -> list[Ladder]:
 
 
 def _launches(recipe: Recipe) -> list[Launch]:
-    """The launch as it is, then without offload, then sharded, then in host memory too.
+    """The launch as it is, then with no offload, then sharded, then in host memory too.
 
     A tool that launches by itself has settings of its own for these.
     """
@@ -105,7 +105,7 @@ def _once(found: list[Launch]) -> list[Launch]:
 
 
 def _shards(launch: Launch) -> bool:
-    """Whether the launch shards the weights."""
+    """True if the launch shards the weights."""
     return launch.sharding in ("fsdp1", "fsdp2", "zero3")
 
 
@@ -149,7 +149,7 @@ _HALVES = tuple(2**n for n in range(1, 11))
 
 
 def _halved(levers: Levers, by: int) -> Assignment:
-    """The recipe's micro-batch, and its passes without gradients, divided by a number, down to two samples."""
+    """The recipe's micro-batch, and its gradient-free passes, divided by a number, down to two samples."""
     own = {name: levers.own[name] for name in (levers.size, *levers.passes) if name in levers.strengths}
     least = 2 if levers.size == MICRO else 1
     found: dict[str, Value] = {}
@@ -186,7 +186,7 @@ def _undivided(levers: Levers | None, launch: Launch, at: Assignment) -> Iterato
 
 
 def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment, *, leaner: bool = False) -> Rung:
-    """The rung with these settings; a `leaner` one under FSDP adds up shards of gradients, not whole ones."""
+    """The rung with these settings; a `leaner` one under FSDP adds up shards of gradients in place of whole ones."""
     changed = with_launch(recipe, launch)
     changes: dict[str, object] = {}
     values, tier = changed.values, TIERS[0]
@@ -213,12 +213,12 @@ def _rung(recipe: Recipe, levers: Levers | None, launch: Launch, at: Assignment,
 
 
 def _in_integers(values: Mapping[str, object]) -> bool:
-    """Whether weights of 4 bits are stored as integers, which FSDP2 does not shard."""
+    """True if weights of 4 bits are stored as integers, which FSDP2 leaves unsharded."""
     return weight_bits(values) == 4 and values.get(QUANT_STORAGE) in (None, "uint8")
 
 
 def _keeps_gradients(values: Mapping[str, object], recipe: Recipe) -> bool:
-    """Whether whole gradients are held between two micro-batches, and can be kept from it."""
+    """True if whole gradients are held between two micro-batches, and this can be turned off."""
     micro_batches = values.get(recipe.keys.accumulation, recipe.grad_accum_steps)
     if recipe.keys.unreduced is not None:
         return micro_batches != 1 and bool({**recipe.resolved, **values}.get(recipe.keys.unreduced))
@@ -264,7 +264,7 @@ class Offer:
 
     @property
     def usd_per_1000_steps(self) -> float | None:
-        """Cost of 1,000 optimizer steps; None without a price or seconds."""
+        """Cost of 1,000 optimizer steps, if the price and the seconds are known."""
         if self.usd_per_hour is None or self.step_s is None:
             return None
         return self.usd_per_hour * STEPS * self.step_s / _HOUR_S
@@ -296,7 +296,7 @@ class Offer:
 
     @property
     def step_words(self) -> str:
-        """`3.15 s`, `over 9.53 s`, or `-` where nothing is known."""
+        """`3.15 s`, `over 9.53 s`, or `-` if unknown."""
         return "-" if self.step_s is None else f"{'over ' if self.is_lower_bound else ''}{format_seconds(self.step_s)}"
 
     def to_json(self) -> dict[str, object]:
@@ -397,7 +397,7 @@ class Shop:
         return row.tight or self._over(row)
 
     def _mildest(self, row: "_Row", ladder: Ladder) -> Offer | None:
-        """The offer with the mildest rung that fits. Where the first does not, the last says whether any can."""
+        """The offer with the mildest rung that fits. If the first fails, the last one shows whether any can."""
         first, *others = ladder
         if (made := self._tried(row, first)) is not None or not others:
             return made
@@ -480,7 +480,7 @@ class Shop:
         return replace(found, step_s=(more_s + (whole - _TRACED) * (more_s - less_s),))
 
     def _least_bytes(self, rung: Rung, spec: GpuSpec) -> int | None:
-        """Bytes of a change that is known not to fit the card; None where it has to be tried."""
+        """Bytes of a change that is known to exceed the card; None if it has to be tried."""
         weights = rung.least_bytes(self.recipe.weights_bytes) + spec.context_bytes
         held = self._held.get(rung.key, {})
         same = held.get(spec.compute_capability)
@@ -492,7 +492,7 @@ class Shop:
         return weights if weights > spec.capacity_bytes else None
 
     def _learn(self, rung: Rung, spec: GpuSpec, result: ProbeResult) -> None:
-        """Keep what a change needs: its least capacity, or if it fits with none known, what it used."""
+        """Keep the need of a change: its least capacity, or the used bytes if it fits and that is unknown."""
         needs = result.least_capacity_bytes or result.device_used_bytes or 0
         held = self._held.setdefault(rung.key, {})
         held[spec.compute_capability] = min(held.get(spec.compute_capability, needs), needs - spec.context_bytes)
@@ -537,7 +537,7 @@ class Shop:
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """What was tried for a number of cards of one kind, and did not fit."""
+    """Tried settings for a number of cards of one kind that exceeded them."""
 
     spec: GpuSpec
     count: int

@@ -33,7 +33,7 @@ def categories_of(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def memory_figure(result: ProbeResult, limit_bytes: int | None, *, what: str = "") -> "Figure":
-    """Allocated GB by category over one step, or at each phase's peak where no course is known; the limit as a line.
+    """Allocated GB by category over one step, or at each phase's peak if its course is unknown; the limit as a line.
 
     Names stand in the areas, so that no legend is needed. `what` was run stands before the device in the title.
     """
@@ -59,7 +59,7 @@ def memory_figure(result: ProbeResult, limit_bytes: int | None, *, what: str = "
 
 
 def _held(result: ProbeResult) -> Mapping[str, Mapping[str, int]]:
-    """Bytes by phase and category; of a measured run, which tells no categories, all as one."""
+    """Bytes by phase and category; of a measured run, which lacks categories, all as one."""
     return result.categories or {p.name: {"allocated": p.peak_allocated_bytes} for p in result.phases}
 
 

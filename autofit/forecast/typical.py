@@ -36,7 +36,7 @@ _FOLLOWED = ("random", "sequential", "group_by_length")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRun:
-    """What a whole training takes, by the mean of the steps as drawn; evaluations and checkpoints are not counted."""
+    """Cost of a whole training, by the mean of the steps as drawn; evaluations and checkpoints are left out."""
 
     steps: int
     step_s: float  # the mean
@@ -133,7 +133,7 @@ class Typical:
 
     @property
     def fit_line(self) -> str | None:
-        """Which steps fit, where only some do; None where all do, or none."""
+        """Line on the steps that fit, if only some do; None if all or none do."""
         if self.fits_tokens is None or not 0 < self.fits_frac < 1:
             return None
         tokens = f"{self.fits_tokens:,} tokens"
@@ -147,7 +147,7 @@ class Typical:
 
 
 def typical(estimator: Estimator, worst: ProbeResult, lengths: Lengths) -> Typical | None:
-    """The typical step of a recipe whose worst case is `worst`; None where its steps do not depend on the lengths.
+    """The typical step of a recipe whose worst case is `worst`, if its steps depend on the lengths.
 
     Raises EnvironmentFault where a simulation fails, and Cancelled where the estimator was.
     """
@@ -176,7 +176,7 @@ def typical(estimator: Estimator, worst: ProbeResult, lengths: Lengths) -> Typic
 
 
 def _rest(estimator: Estimator, found: Drawn, lengths: Lengths, tokens: int) -> int | None:
-    """Tokens of the other sequences of a micro-batch whose longest has `tokens`; None without, and of rollouts."""
+    """Tokens of the other sequences of a micro-batch whose longest has `tokens`, if there are any; None of rollouts."""
     if estimator.recipe.generates:
         return None
     own = (read_json(estimator.worst_case) or {}).get("lengths")
@@ -187,8 +187,8 @@ def _rest(estimator: Estimator, found: Drawn, lengths: Lengths, tokens: int) -> 
 
 
 def longest_tokens(recipe: Recipe) -> int | None:
-    """Tokens of the worst case's samples, or completions; None where no key of the recipe changes them, and where it is
-    not known how a trainer other than TRL's pads its rollouts: verl's micro-batches have a budget of tokens.
+    """Tokens of the worst case's samples, or completions; None if no key of the recipe changes them, and if the padding
+    of rollouts is unknown, as with trainers other than TRL's: verl's micro-batches have a budget of tokens.
     """
     if recipe.generates:
         return recipe.max_completion_tokens if recipe.trainer in OF_TRL else None
@@ -196,7 +196,7 @@ def longest_tokens(recipe: Recipe) -> int | None:
 
 
 def fills(recipe: Recipe) -> bool:
-    """Whether every row is filled by packing, or padded, to the same length."""
+    """True if every row is filled by packing, or padded, to the same length."""
     return bool(recipe.resolved.get("packing") or recipe.resolved.get("pad_to_max_length"))
 
 
@@ -237,7 +237,7 @@ def _simulated(estimator: Estimator, worst: ProbeResult, points: Mapping[int, in
 
 
 def shorter_case(worst_case: Path, folder: Path, tokens: int, rest: int | None) -> Path:
-    """The worst case in `folder`, as the longest of samples that differ, of which it has `tokens` and others `rest`."""
+    """The worst case in `folder`, as the longest of samples that differ: it has `tokens`, the others `rest`."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in worst_case.parent.iterdir():
         if path.is_dir() and not (folder / path.name).exists():
@@ -277,7 +277,7 @@ class _Curve:
         return np.asarray(np.interp(tokens, self.tokens, values), dtype=np.float64)
 
     def reaches(self, capacity_bytes: int) -> int | None:
-        """The most tokens of a micro-batch that fits; None where the shortest does not, or all do."""
+        """The most tokens of a micro-batch that fits; None if even the shortest exceeds the capacity, or all fit."""
         tokens = np.arange(self.tokens[0], self.tokens[-1] + 1)
         fitting = tokens[self.at(tokens, self.used) <= capacity_bytes]
         return int(fitting[-1]) if 0 < len(fitting) < len(tokens) else None
@@ -338,7 +338,7 @@ def _whole(estimator: Estimator, lengths: Lengths, step_s: float) -> WholeRun | 
 
 
 def run_steps(recipe: Recipe, samples: float | None) -> int | None:
-    """Optimizer steps of the whole training, of epochs of `samples`; None where they are not known.
+    """Optimizer steps of the whole training, of epochs of `samples`, if known.
 
     As transformers counts them (`Trainer.set_initial_training_values`), and for rollouts TRL's RepeatSampler.
     """
@@ -369,5 +369,5 @@ def _count(number: int) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share below 1 in percent, not rounded up to 100."""
+    """A share below 1 in percent, rounded down."""
     return f"{math.floor(share * 1000) / 10:g} %"

@@ -28,7 +28,7 @@ REST, _TAKING = "rest", "taking"  # before a visit: all is as between two steps,
 
 
 def run(request_path: str) -> int:
-    """Make the visits requested at `request_path` and write what they took. Always returns 0."""
+    """Make the visits requested at `request_path` and write their figures. Always returns 0."""
     request = written_json(request_path)
     answer = Path(str(request["answer"]))
     gc.collect()
@@ -62,7 +62,7 @@ class Tour:
         )  # fmt: skip
 
     def made(self, series: Sequence[Row], *, limit_bytes: int | None, processes: int) -> dict[str, object]:
-        """What each (phase, recipe) of each row took, with what they have in common; `processes` share the rows out.
+        """Figures of each (phase, recipe) of each row, with their common part; `processes` share the rows out.
 
         The recipes of a row grow in size: what comes after one that needs more than the limit takes at least as much,
         and is told so without a visit.
@@ -125,7 +125,7 @@ class _Visits:
         return found
 
     def taken(self) -> dict[int, dict[str, Any]]:
-        """{number of a visit: what it took}."""
+        """{number of a visit: its figures}."""
         self.marks.begin(self._made)
         self.marks.enter(REST)
         return _by_visit(self._memory.stretches())
@@ -137,7 +137,7 @@ class _Visits:
         return max(peaks, default=0) + self._memory.outside_bytes > self._limit_bytes
 
     def _visit(self, tour: Visits, phase: str, recipe: Mapping[str, object]) -> int | None:
-        """The number of a visit; None where the card is no longer as between two steps."""
+        """The number of a visit; None once the card has left its state between two steps."""
         if self._broken:
             return None
         number, self._made = self._made, self._made + 1
@@ -165,7 +165,7 @@ class _Marks(Report):
         self.enter(LOAD)
 
     def begin(self, number: int) -> None:
-        """What comes next is for visit `number`, until its rest begins."""
+        """Count the next events for visit `number`, until its rest begins."""
         self._number = number
         self.enter(_TAKING)
 

@@ -83,7 +83,7 @@ class Point:
 class Seen:
     """Peak live bytes of each phase of a traced training, and seconds of its second step after the rollout.
 
-    `update_s` is None where the layers do not repeat: then no clock ran.
+    `update_s` is None if the layers do not repeat: then no clock ran.
     """
 
     peaks: dict[str, int]
@@ -92,7 +92,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far a model is from a training that was traced as a test: relative errors of its bytes and its seconds."""
+    """Errors of a model against a training that was traced as a test: relative ones of its bytes and its seconds."""
 
     bytes_frac: float = 0.0  # the largest error of a phase's peak, over the largest peak
     seconds_frac: float = 0.0  # forecast over traced, less 1; 0 where no seconds were traced
@@ -100,7 +100,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is traced: the recipe `values`, of a model of `layers` layers, on the simulated `device`."""
+    """Subject of a trace: the recipe `values`, of a model of `layers` layers, on the simulated `device`."""
 
     trainer: Trainer
     layers: int
@@ -139,7 +139,7 @@ class Recording:
         return kernels
 
     def seen(self, point: Point, stack: Stack | None) -> "Seen":
-        """What a training at `point` with all layers takes.
+        """Figures of a training at `point` with all layers.
 
         With a `stack`, few layers are traced and expanded to all, or, where their events do not repeat, all traced.
         """
@@ -197,7 +197,7 @@ class Recording:
 
 
 def _peaks(run: Run) -> dict[str, int]:
-    """Peak live bytes of each phase of a run over its allocations, without rounding."""
+    """Peak live bytes of each phase of a run over its allocations, unrounded."""
     live = np.cumsum(run.nbytes)
     found: dict[str, int] = {}
     for mark, end in zip(run.marks, [*(m.event for m in run.marks[1:]), len(live)], strict=True):
@@ -266,7 +266,7 @@ class _Marks(Report):
         self.enter(left)
 
     def step_begins(self, step: int) -> None:
-        """Only the second step counts; the first makes the optimizer's state, whatever its rollout returns.
+        """Record only the second step; the first makes the optimizer's state, whatever its rollout returns.
 
         A micro-batch of the second that is like the first's is played from it, so that one is recorded too.
         """
@@ -333,7 +333,7 @@ def run(request_path: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """A recipe without its variables. `hold_out` is a point of the space: variables, accumulation and chunk."""
+    """A recipe less its variables. `hold_out` is a point of the space: variables, accumulation and chunk."""
 
     trainer: str
     keys: BatchKeys
@@ -445,7 +445,7 @@ class Structure:
         return self.tile_tokens is None or (micro * self._sample_tokens > self.tile_tokens) == self.large
 
     def _coincides(self, micro: int) -> bool:
-        """Whether so many samples have as many tokens in a product as a weight has rows or columns."""
+        """True if `micro` samples have as many tokens in a product as a weight has rows or columns."""
         sequences = cast("Mapping[str, int]", self._worst_case.get("lengths") or {}).get("sequences", 1)
         return micro * self._sample_tokens * sequences in self._taken
 
@@ -480,7 +480,7 @@ class Structure:
 
     @property
     def _fewest_samples(self) -> int:
-        """As many as mostly, or others whose tokens are no size of a weight.
+        """The usual number of samples, or another one whose tokens differ from all sizes of a weight.
 
         The product of 2,048 tokens and that of a weight with 2,048 rows would be one kind of kernel.
         """
@@ -490,7 +490,7 @@ class Structure:
 
     @property
     def _usual_samples(self) -> tuple[int, range]:
-        """(as many as there are mostly, all that the tile of the loss allows); one alone has no padding."""
+        """(the usual number, all that the tile of the loss allows); one alone has no padding."""
         if self.tile_tokens is None:
             return 3, range(2, 8)
         within = self.tile_tokens // self._sample_tokens
@@ -559,7 +559,7 @@ class Structure:
 
 
 def _sizes(config: Any) -> set[int]:
-    """The sizes of a text model's weights: those of its layers, and what its config says."""
+    """The sizes of a text model's weights: those of its layers, and the numbers in its config."""
     found = {value for value in vars(config).values() if isinstance(value, int)}
     with contextlib.suppress(NotRepeatingError):  # a model that cannot be built by itself
         for layer in set(layer_prints(config)):

@@ -1,1 +1,1 @@
-"""Files of other tools: which tool a file is of, and its batch by that tool's own arithmetic. Loads no torch."""
+"""Files of other tools: the tool of a file, and its batch by that tool's own arithmetic. Free of torch."""

@@ -146,7 +146,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None) -> Foreign:
 
 
 def _evaluates(draft: Draft) -> bool:
-    """Whether the training evaluates: it has samples for it, and a time (_configure_save_and_eval_strategy)."""
+    """True if the training evaluates: it has samples for it, and a time (_configure_save_and_eval_strategy)."""
     times = number(draft.given.get("evals_per_epoch")) or 0.0  # in the whole training they must be 2 or more
     whole = times * (number(draft.given.get("num_epochs", 1.0)) or 0.0)
     often = draft.says("eval_steps") or (draft.says("evals_per_epoch") and whole > 1) or asks_for_evaluation(draft)
@@ -154,7 +154,7 @@ def _evaluates(draft: Draft) -> bool:
 
 
 def _trainer(draft: Draft) -> str:
-    """Our trainer that trains as this file does. Raises ConfigError where there is none."""
+    """Our trainer that trains as this file does. Raises ConfigError if there is none."""
     if draft.given.get("base_model") is None:
         draft.wrong("base_model is missing")
     draft.refuse(keys_of(AXOLOTL.name).refused)
@@ -327,9 +327,9 @@ def _attention(draft: Draft) -> bool:
 
 
 def _dtype(draft: Draft, *, kept: bool) -> None:
-    """What weights are held in: bfloat16 without float32 masters (resolve_dtype). `bf16: auto` is a card that can.
+    """Type of the weights: bfloat16, with no float32 masters (resolve_dtype). `bf16: auto` is a card that can.
 
-    On one that cannot: `without_bfloat16`.
+    On one that lacks bfloat16: `without_bfloat16`.
     """
     given = draft.raw("bf16", "auto")
     fp16, old = draft.is_on("fp16"), draft.is_on("bfloat16")
@@ -353,7 +353,7 @@ def _dtype(draft: Draft, *, kept: bool) -> None:
 
 
 def without_bfloat16(given: Mapping[str, object]) -> dict[str, object]:
-    """{key: value} that `bf16: auto` comes to on a card without bfloat16 (resolve_dtype); {} where it is not auto."""
+    """{key: value} of `bf16: auto` on a card that lacks bfloat16 (resolve_dtype); {} for any other setting."""
     if str(given.get("bf16", "auto")).lower() != "auto" or truth(given.get("fp16")):
         return {}
     halves = given.get("fp16") is None and not truth(given.get("float16"))
@@ -508,7 +508,7 @@ def _pruned(draft: Draft, trainer: str) -> None:
 
 
 def _plugins(draft: Draft) -> None:
-    """What integrations change. Raises ConfigError for one that is not known or trains otherwise."""
+    """Changes by integrations. Raises ConfigError for one that is unknown or trains otherwise."""
     plugins = draft.raw("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
         name = str(plugin).rpartition(".")[2]
@@ -526,7 +526,7 @@ def _plugins(draft: Draft) -> None:
 
 
 def _liger(draft: Draft) -> None:
-    """Liger's loss, whose keys belong to a plugin: Axolotl passes over them without it."""
+    """Liger's loss, whose keys belong to a plugin: Axolotl ignores them if that is missing."""
     on = draft.is_on("liger_fused_linear_cross_entropy")
     if on and _has_plugin(draft, "LigerPlugin"):
         draft.put("use_liger_kernel", True, "liger_fused_linear_cross_entropy")
@@ -593,7 +593,7 @@ def _full_logits(draft: Draft, objective: str) -> None:
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{key of Axolotl: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
+    """{key of Axolotl: value} of changes of a recipe. Raises ConfigError for one that it has no key for."""
     of_batch = foreign.keys.get("gradient_accumulation_steps") == "batch_size"
     micro = {**foreign.values, **changes}.get("per_device_train_batch_size")
     # evaluation takes as many as training where the file does not say: its own number stays
@@ -683,7 +683,7 @@ _OVER_ANSWERS = ("dpo", "kto", "orpo", "ipo")
 
 
 def _check_rules(draft: Draft, ranks: int | None) -> None:
-    """Keep what Axolotl does not take together on `ranks` ranks, where these are known, to be told with the rest."""
+    """Keep the combinations that Axolotl refuses on `ranks` ranks, if these are known, for one error with the rest."""
     on = {key: is_set(value) for key, value in draft.given.items()}
     for one, other in _NOT_BOTH:
         if on.get(one) and on.get(other):

@@ -1,4 +1,4 @@
-"""Commands of a shell script as bash would start them, without running anything. No torch here.
+"""Commands of a shell script as bash would start them, found by reading alone. Free of torch.
 
 Variables and arrays that the script sets, their defaults and sums are filled in. A word that hangs on a condition, on
 the environment or on another command is not certain: it holds UNSURE. A `case` of a word that is known, and an `if`
@@ -37,7 +37,7 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
 
 @dataclass(slots=True)
 class _Frame:
-    """A condition or a loop. While it is `certain`, exactly one of its branches runs, or none."""
+    """A condition or a loop. While it is `certain`, at most one of its branches runs."""
 
     certain: bool = False
     runs: bool = True  # the branch that is read
@@ -47,7 +47,7 @@ class _Frame:
     patterns: list[str] | None = None  # of the branch of a case that begins; None inside of a branch
 
     def choose(self, holds: bool | None) -> None:
-        """Take the next branch if it `holds` and none did before; None: nobody knows."""
+        """Take the next branch if it `holds` and is the first that does; None: unknown."""
         if holds is None and not self.chosen:
             self.certain, self.runs = False, True
         if self.certain:
@@ -64,7 +64,7 @@ class Branches:
 
     @property
     def certain(self) -> bool:
-        """Whether the statement is run once, for certain."""
+        """True if the statement surely runs once."""
         return all(frame.certain for frame in self._frames)
 
     def statement(self, words: Sequence[str], after: str) -> list[str]:
@@ -104,7 +104,7 @@ def _opened(words: Sequence[str]) -> _Frame:
 
 
 def _is_over_arguments(words: Sequence[str]) -> bool:
-    """Whether a loop ends at once where a script has no arguments: `while [ $# -gt 0 ]`, `[[ -n "$1" ]]`, `getopts`."""
+    """True if a loop ends at once in a script without arguments: `while [ $# -gt 0 ]`, `[[ -n "$1" ]]`, `getopts`."""
     found = [OWN_ARGUMENTS.get(word, word) for word in words]
     if found[:1] not in (["["], ["[["]):  # `test A`, `(( $# ))`
         found = ["[", *(found[1:] if found[:1] == ["test"] else found), "]"]
@@ -113,7 +113,7 @@ def _is_over_arguments(words: Sequence[str]) -> bool:
 
 
 def _is_pattern(frame: _Frame, words: Sequence[str], after: str) -> bool:
-    """Whether the statement is one of the patterns of a case's branch; where a branch begins, it is chosen or not."""
+    """True if the statement is one of the patterns of a case's branch; at its begin the branch is chosen or skipped."""
     if not frame.certain or (frame.patterns is None and ";;" not in after):
         return False
     before, ended, _ = after.rpartition(";;")
@@ -130,7 +130,7 @@ def _is_pattern(frame: _Frame, words: Sequence[str], after: str) -> bool:
 
 
 def _test(words: Sequence[str]) -> bool | None:
-    """What `[ A = B ]` and its like come to; None where that is not known."""
+    """Result of `[ A = B ]` and its like, if known."""
     closing = {"[": "]", "[[": "]]"}.get(words[0] if words else "")
     if closing is None or words[-1] != closing or not all(word.isprintable() for word in words):
         return None
@@ -192,7 +192,7 @@ class Command:
 
 
 def script_text(path: Path) -> str:
-    """The text of a file. Raises ConfigError for what is no text, or too long to be of a training."""
+    """The text of a file. Raises ConfigError for binary files, and for texts too long to be of a training."""
     try:
         text = regular_bytes(path, most=MOST_BYTES)[0].decode()
     except ConfigError as error:
@@ -203,7 +203,7 @@ def script_text(path: Path) -> str:
 
 
 def takes_arguments(text: str) -> bool:
-    """Whether a script has a loop over arguments of its own."""
+    """True if a script has a loop over arguments of its own."""
     branches = Branches()
     for _ in commands(text, branches=branches):
         pass
@@ -211,7 +211,7 @@ def takes_arguments(text: str) -> bool:
 
 
 def hands_on_arguments(text: str) -> bool:
-    """Whether a script hands all arguments of its own on to what it starts."""
+    """True if a script hands all arguments of its own on to the programs that it starts."""
     return bool(_OWN.search(text)) and not _OTHER_ARGUMENTS.search(text)
 
 
@@ -262,7 +262,7 @@ def _without_runner(words: list[str]) -> list[str]:
 
 
 def _behind_launcher(words: list[str]) -> list[str]:
-    """The command that another one starts on a cluster, behind a `--`; `words` where none follows that trains."""
+    """The command that another one starts on a cluster, behind a `--`; `words` unless one follows that trains."""
     if "--" not in words:
         return words
     behind = words[words.index("--") + 1 :]
@@ -326,7 +326,7 @@ def arguments(words: Sequence[str], folder: Path, *, tool: str) -> dict[str, obj
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, value) of each `--name value` and `--name=value` of a launcher; "" for one without a value."""
+    """(name, value) of each `--name value` and `--name=value` of a launcher; "" for a missing value."""
     for word, following in pairwise((*words, "")):
         if word.startswith("--") and len(word) > 2:
             name, mark, value = word[2:].partition("=")
@@ -334,7 +334,7 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def check_certain(unsure: Collection[str]) -> None:
-    """Raise ConfigError where values of a script hang on what is not known."""
+    """Raise ConfigError if values of a script hang on unknown ones."""
     if unsure:
         raise ConfigError(f"the script does not say {', '.join(unsure)} for certain; write the value there")
 
@@ -348,7 +348,7 @@ def certain(what: str, value: object) -> str:
 
 
 def accelerate_config(before: Sequence[str], folder: Path) -> dict[str, object]:
-    """The config file of `accelerate launch`, of the words `before` the program; {} without one."""
+    """The config file of `accelerate launch`, from the words `before` the program; {} by default."""
     given = dict(options(before)).get("config_file") if before[0] == "accelerate" else None
     if given is None:
         return {}
@@ -357,16 +357,16 @@ def accelerate_config(before: Sequence[str], folder: Path) -> dict[str, object]:
 
 
 def visible_cards(variables: Mapping[str, str]) -> int | None:
-    """Cards that CUDA_VISIBLE_DEVICES names; None where it is not set, or not known here."""
+    """Cards that CUDA_VISIBLE_DEVICES names, if it is set and known here."""
     shown = variables.get("CUDA_VISIBLE_DEVICES", "")
     return len(shown.split(",")) if shown and UNSURE not in shown else None
 
 
 def told_ranks(words: Sequence[str], shared: Mapping[str, object], variables: Mapping[str, str]) -> Told | None:
-    """Ranks as a launcher's options, its config or the environment say them: of a machine, or all and one machine.
+    """Ranks by a launcher's options, its config or the environment: (those of a machine, machines), or (all, 1).
 
     The options are among `words`, `shared` is the accelerate config, and `variables` has NPROC_PER_NODE and NNODES
-    where the program reads them. None where none of these says it.
+    if the program reads them. None if all of these leave it open.
     """
     said = dict(options(words))
     if "include" in said:  # deepspeed's `--include localhost:0,1`
@@ -379,7 +379,7 @@ def told_ranks(words: Sequence[str], shared: Mapping[str, object], variables: Ma
 
 
 def ranks_in(told: Told) -> int | None:
-    """All ranks, by `told_ranks`; None where they are no numbers."""
+    """All ranks, by `told_ranks`, if these are numbers."""
     counts = [int(text) for text in map(str, told) if text.isdecimal() and len(text) < 7]
     return counts[0] * counts[1] or None if len(counts) == 2 else None
 
@@ -462,12 +462,12 @@ class _Scanner:
             yield _without_redirections(words)
 
     def _behind_document(self, last_line: str) -> int:
-        """Where a here-document that begins here ends; here, where it does not."""
+        """End of a here-document that begins here; this place if it has none."""
         found = re.compile(rf"(?m)^[ \t]*{last_line}[ \t]*$").search(self.text, self.at)
         return self.at if found is None else found.end()
 
     def _longer(self, word: str | None) -> tuple[str | None] | None:
-        """(the word with what comes next,), of which comments and continued lines are nothing; None where it ends."""
+        """(the word with its next part,), to which comments and continued lines add none; None at its end."""
         text, char = self.text, self.text[self.at]
         if char == "\\":
             if text.startswith("\r\n", self.at + 1):
@@ -498,7 +498,7 @@ class _Scanner:
         return (word,)
 
     def _behind_nothing(self) -> int | None:
-        """The end of all elements of an empty array, or of all arguments of a script that has none; None elsewhere."""
+        """The end of all elements of an empty array, or of all arguments of a script that gets none; None elsewhere."""
         if self.has_none and (own := _OWN.match(self.text, self.at)):
             return own.end()
         found = _ELEMENTS.match(self.text, self.at)
@@ -538,7 +538,7 @@ class _Scanner:
         return found
 
     def _filled_in(self) -> str:
-        """What `$...` or backquotes here stand for. Raises ConfigError where all of them are far longer than a file."""
+        """Value of `$...` or backquotes here. Raises ConfigError if all of them are far longer than a file."""
         found = self._expanded()
         self.added += len(found)
         if self.added > _MOST_ADDED:
@@ -546,7 +546,7 @@ class _Scanner:
         return found
 
     def _expanded(self) -> str:
-        """What `$...` or backquotes at this place stand for."""
+        """Value of `$...` or backquotes at this place."""
         text, start = self.text, self.at
         if text[start] == "`":
             end = self._end_of("`")
@@ -573,7 +573,7 @@ class _Scanner:
         return self.known.get(found[0], mark if (mark := UNSURE + found[0]) in OWN_ARGUMENTS else UNSURE)
 
     def _variable(self, text: str) -> str:
-        """What `${text}` stands for."""
+        """Value of `${text}`."""
         if UNSURE + text in OWN_ARGUMENTS:
             return UNSURE + text
         found = _VARIABLE.fullmatch(text)
@@ -603,7 +603,7 @@ class _Scanner:
         return " ".join(words).replace(_BETWEEN, " ")
 
     def _of_command(self, text: str) -> str:
-        """What a command prints: the sum of `expr`; of all others it is not known.
+        """Output of a command: the sum of `expr`; of all others it is unknown.
 
         The cards are NVIDIA's, so a question for NPUs has no for its answer. Within a command a comment stands so.
         """

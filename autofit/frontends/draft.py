@@ -1,7 +1,7 @@
-"""Another tool's file as the recipe of one of our trainers, and the draft from which readers make it. No torch here.
+"""Another tool's file as the recipe of one of our trainers, and the draft from which readers make it. Free of torch.
 
-Each key of the file is taken (it has a place in the recipe), ignored (by the tool's own list of what has no effect on
-memory), named in a note, or refused in one sentence. What is then left is no key of the tool.
+Each key of the file is taken (it has a place in the recipe), ignored (by the tool's own list of keys irrelevant to
+memory), named in a note, or refused in one sentence. A key left over is none of the tool's.
 """
 
 import math
@@ -19,7 +19,7 @@ from autofit.recipe.keys import ALLOCATOR, GROWS
 
 
 class WrongValuesError(ConfigError):
-    """Values that the file's own tool does not take either."""
+    """Values that the file's own tool refuses too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Facts of a file, and what its tool does not take of it. `unread` are keys whose value is not in the file.
+    """Facts of a file, and its parts that the tool refuses. `unread` are keys whose value lies outside the file.
 
     `notes` say what a simulation of it leaves out or takes in its place; `unknown` are keys its tool does not know.
     """
@@ -199,7 +199,7 @@ _SAME_VALUE = ("per_device_train_batch_size", "gradient_accumulation_steps", "gr
 
 @dataclass(slots=True)
 class Draft:
-    """A recipe in the making. `given` has the file's keys, of which `_read` have been taken."""
+    """A recipe in the making. `given` has the file's keys, `_read` those already taken."""
 
     tool: str
     given: Mapping[str, object]
@@ -212,7 +212,7 @@ class Draft:
     _wrong: list[str] = field(default_factory=list)
 
     def wrong(self, text: str) -> None:
-        """Keep what the tool does not take, to be told with the rest."""
+        """Keep an error that the tool would report, to be told with the rest."""
         self._wrong.append(text)
 
     @contextmanager
@@ -230,7 +230,7 @@ class Draft:
     # -- what the file says ---------------------------------------------------------------------------------------
 
     def raw(self, key: str, usual: object = None) -> object:
-        """The value of `key`; the tool's `usual` one, which is recorded as its default, where the file has none."""
+        """The value of `key`; if the file has none, the tool's `usual` one, which is recorded as its default."""
         self._read.add(key)
         given = self.given.get(key)
         if given is None and usual is not None:
@@ -254,7 +254,7 @@ class Draft:
         return found
 
     def is_on(self, key: str, usual: bool = False) -> bool:
-        """Whether `key` is on; a default that is off is not recorded."""
+        """True if `key` is on; a default that is off stays unrecorded."""
         self._read.add(key)
         given = self.given.get(key)
         if given is None:
@@ -267,7 +267,7 @@ class Draft:
         return bool(found)
 
     def truth(self, key: str, usual: bool | None) -> bool | None:
-        """Whether `key` is on; where the file does not say, `usual`: None where the tool leaves it open."""
+        """True if `key` is on; by default `usual`: None if the tool leaves it open."""
         return self.is_on(key) if self.given.get(key) is not None else usual
 
     def text(self, key: str, usual: str | None = None, *, choices: Collection[str] = ()) -> str | None:
@@ -299,7 +299,7 @@ class Draft:
         return {str(name): value for name, value in given.items()}
 
     def says(self, key: str) -> bool:
-        """Whether the file turns `key` on or sets it to something; nothing, false, 0, "" and [] do not."""
+        """True if the file turns `key` on or sets it; False for null, false, 0, "" and []."""
         self._read.add(key)
         return is_set(self.given.get(key))
 
@@ -345,11 +345,11 @@ class Draft:
                 self.note(f"{key}: {effect}")
 
     def ignore(self, names: Collection[str]) -> None:
-        """Take keys that have no effect on memory or on the batch."""
+        """Take keys that are irrelevant to memory and to the batch."""
         self._read.update(names)
 
     def left(self) -> tuple[str, ...]:
-        """Keys of the file that nobody took."""
+        """Untaken keys of the file."""
         return tuple(key for key in self.given if key not in self._read)
 
     def check_model(self, *named: object) -> None:
@@ -362,7 +362,7 @@ class Draft:
         self, trainer: str, *, launch: Mapping[str, object] | None = None, ranks: int | None = None,
         prompt_tokens: int | None = None, strict: bool = True,
     ) -> Foreign:  # fmt: skip
-        """The whole. Raises ConfigError for values that cannot be, and, if the tool is `strict`, for unknown keys."""
+        """The whole. Raises ConfigError for impossible values, and, if the tool is `strict`, for unknown keys."""
         unknown = self.left()
         named = "; ".join(f"unknown key {key!r}{nearest(key, self._read)}" for key in unknown[:_MOST_NAMED])
         more = f"; {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
@@ -418,11 +418,11 @@ def number(given: object) -> float | None:
 
 
 def is_set(given: object) -> bool:
-    """Whether a value turns something on or sets it; nothing, false, 0, "", [] and {} do not."""
+    """True if a value turns something on or sets it; False for null, false, 0, "", [] and {}."""
     return truth(given) is not False and given not in (None, "", 0, [], {})
 
 
 def truth(given: object) -> bool | None:
-    """True or false as YAML, JSON or a command line says it; None for what is neither."""
+    """True or false as YAML, JSON or a command line spells it; None for any other value."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     return words.get(str(given).strip().lower())

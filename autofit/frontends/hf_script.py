@@ -1,7 +1,8 @@
-"""Scripts that start somebody's own trainer with transformers' arguments, as FastChat's and Qwen's are. No torch here.
+"""Scripts that start a trainer of their own with transformers' arguments, as FastChat's and Qwen's do. Free of torch.
 
-What such a Python file does is not known: it is taken for a plain Trainer of a language model. What the arguments leave
-open counts as the larger: weights in float32, adapters on all linear layers, every sample of the full length.
+The work of such a Python file is unknown: it is taken for a plain Trainer of a language model. Settings that the
+arguments leave open count as the larger: weights in float32, adapters on all linear layers, every sample of the full
+length.
 """
 
 import re
@@ -67,7 +68,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
 
 
 def _defaults(program: str, folder: Path, given: Mapping[str, object]) -> dict[str, object]:
-    """{argument: default} of those that the script's file has, and no command gives, under this or another name."""
+    """{argument: default} of those that the script's file has, and the command omits, under this or another name."""
     file = python_file(program, folder)
     own = {} if file is None else file.own
     return {
@@ -77,7 +78,7 @@ def _defaults(program: str, folder: Path, given: Mapping[str, object]) -> dict[s
 
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
-    """How the training is started, what stands for it, and the effective batch by transformers' defaults."""
+    """The start command, the trainer that stands for it, and the effective batch by transformers' defaults."""
     command, place = next(started(text))
     found = of_script(text, folder=folder, ranks=ranks)
     first = (
@@ -88,7 +89,7 @@ def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{argument: value} of `changes`. Raises ConfigError for what the script is not known to take."""
+    """{argument: value} of `changes`. Raises ConfigError for one that the script may not take."""
     return said(foreign, changes, {})
 
 
@@ -147,7 +148,7 @@ def _made(draft: Draft, folder: Path, ranks: int | None, program: str) -> Foreig
 
 
 def _weights(draft: Draft) -> None:
-    """What is trained, and what weights are held in."""
+    """The trained weights, and the type of all."""
     quantised = [key for key in _QLORA if draft.is_on(key)]
     adapters = [key for key in _LORA if draft.is_on(key)]
     bf16, fp16 = draft.is_on("bf16"), draft.is_on("fp16")

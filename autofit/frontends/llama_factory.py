@@ -131,13 +131,13 @@ def _of_today(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _evaluation(draft: Draft) -> None:
-    """transformers' default of samples at once is 8, whatever the training's are."""
+    """transformers' default of samples at once is 8, independent of the training's."""
     if asks_for_evaluation(draft) or draft.says("do_eval"):
         take_evaluation(draft, "hf", usual=8)
 
 
 def _check_training(draft: Draft) -> str:
-    """The stage. Raises ConfigError for a file that does not train, or that is not simulated."""
+    """The stage. Raises ConfigError for a file of another task than training, or of an unsupported one."""
     if draft.given.get("model_name_or_path") is None:
         draft.wrong("model_name_or_path is missing")
     if draft.given.get("export_dir") and not draft.says("do_train"):
@@ -233,7 +233,7 @@ def _host_experts(draft: Draft) -> None:
 
 
 def _method(draft: Draft, launch: Mapping[str, object]) -> None:
-    """What is trained, and what each weight is held in (adapter.py, init_adapter)."""
+    """The trained weights, and the type of each (adapter.py, init_adapter)."""
     method = draft.text("finetuning_type", "lora", choices=("lora", "oft", "freeze", "full")) or "lora"
     # init_adapter: what BAdam trains stays in 16 bits too
     pure = draft.is_on("pure_bf16") or draft.is_on("use_badam")
@@ -433,7 +433,7 @@ def _preferences(draft: Draft, stage: str) -> None:
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for what it has no key for."""
+    """{key of LLaMA-Factory: value} of changes of a recipe. Raises ConfigError for one that it has no key for."""
     names = {ours: theirs for theirs, ours in _ATTENTION.items()}
     own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",

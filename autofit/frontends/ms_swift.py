@@ -104,7 +104,7 @@ class Training:
 
 
 def training(text: str, *, folder: Path) -> Training:
-    """The first training that a script starts. Raises ConfigError where it starts none."""
+    """The first training that a script starts. Raises ConfigError if it starts none."""
     found = list(started(text))
     if not found and any(command.words[:1] == ("megatron",) for command in commands(text)):
         raise ConfigError("`megatron sft` and `megatron rlhf` train with Megatron, which is not simulated")
@@ -253,7 +253,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
 
 
 def _kind(draft: Draft) -> str:
-    """sft, pt, or the type of `swift rlhf`. Raises ConfigError for what is not simulated."""
+    """sft, pt, or the type of `swift rlhf`. Raises ConfigError for unsupported ones."""
     if draft.given.get("model") is None:
         draft.wrong("--model is missing")
     draft.refuse(keys_of(MS_SWIFT.name).refused)
@@ -289,7 +289,7 @@ def _kind(draft: Draft) -> str:
 def _ray_ranks(draft: Draft, told: int | None) -> int | None:
     """The ranks that Ray starts: those of the group of the worker `default` (swift/ray_utils/resource_manager.py).
 
-    Raises ConfigError where roles have groups of their own.
+    Raises ConfigError if roles have groups of their own.
     """
     groups = {name: group for name, group in draft.mapping("device_groups").items() if isinstance(group, Mapping)}
     if [group.get("workers") for group in groups.values()] != [["default"]]:
@@ -339,7 +339,7 @@ def _fsdp_file(given: str, folder: Path) -> Mapping[str, object]:
 
 
 def _batch(draft: Draft, kind: str, ranks: int | None) -> None:
-    """swift/trainers/arguments.py, line 283: without an accumulation, as many as make 16 samples over all ranks."""
+    """swift/trainers/arguments.py, line 283: the default accumulation makes at least 16 samples over all ranks."""
     micro = draft.whole("per_device_train_batch_size", 1) or 1
     usual = 1 if kind == "grpo" else max(1, math.ceil(_SAMPLES / micro / (ranks or 1)))
     steps = draft.whole("gradient_accumulation_steps", usual) or usual
@@ -350,7 +350,7 @@ def _batch(draft: Draft, kind: str, ranks: int | None) -> None:
 
 
 def _dtype(draft: Draft) -> None:
-    """What weights are held in: torch_dtype, without float32 masters (model_args.py, _init_mixed_precision)."""
+    """Type of the weights: torch_dtype, with no float32 masters (model_args.py, _init_mixed_precision)."""
     dtype = draft.text("torch_dtype", choices=_DTYPES)
     if dtype is None:
         dtype = "bfloat16"
@@ -464,7 +464,7 @@ def _by_name(draft: Draft, key: str, usual: str | None = None) -> list[str] | No
 
 
 def _lisa(draft: Draft, layers: int) -> None:
-    """swift/callbacks/lisa.py freezes all layers but some, and nothing outside of the layers."""
+    """swift/callbacks/lisa.py freezes all layers but some, and keeps all outside of the layers trainable."""
     if "objective" not in draft.values:
         draft.note("LISA, which trains changing layers, is simulated as training of all: an upper bound")
         return
@@ -488,7 +488,7 @@ def _beside_layers(draft: Draft, kind: str) -> None:
 
 
 def _llamapro(draft: Draft) -> None:
-    """swift/tuners/llamapro.py. Raises ConfigError for what its own trainer, or ours, does not take."""
+    """swift/tuners/llamapro.py. Raises ConfigError for settings that its own trainer, or ours, refuses."""
     blocks, groups = draft.whole("llamapro_num_new_blocks", 4), draft.whole("llamapro_num_groups")
     if groups not in (None, blocks):
         raise ConfigError("llamapro_num_groups is simulated where it equals llamapro_num_new_blocks; omit it")
@@ -658,7 +658,7 @@ def _check_certain(draft: Draft) -> None:
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{argument of ms-swift: value} of changes of a recipe. Raises ConfigError for what it has none for."""
+    """{argument of ms-swift: value} of changes of a recipe. Raises ConfigError for one that it has none for."""
     names = {ours: theirs for theirs, ours in _ATTENTION.items() if theirs != "flash_attn"}
     checkpoints = changes.get("gradient_checkpointing", foreign.values.get("gradient_checkpointing", True))
     own: dict[str, Saying] = {
@@ -683,7 +683,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
 
 
 def _sharding(launch: Mapping[str, object], value: str, *, checkpoints: bool) -> dict[str, object] | None:
-    """The argument that shares the model so; None where it has none, or another one stands in its way.
+    """The argument for this sharding, if there is one, and no other one stands in its way.
 
     The name fsdp2 turns FSDP's own checkpoints on (swift/config/fsdp2.json); without them its content is written out.
     """

@@ -1,4 +1,4 @@
-"""What a training script in Python says of itself: TRL's trainer, and arguments of its own. Read, never run."""
+"""Arguments of a training script in Python: TRL's trainer, and arguments of its own. Read only, it is never run."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ class PythonFile:
 
 
 def python_file(program: str, folder: Path) -> PythonFile | None:
-    """The script `program`, started from `folder`; None if it is not there, or cannot be read."""
+    """The script `program`, started from `folder`, if it is there and readable."""
     if not is_open() or not program.endswith(".py"):
         return None
     try:
@@ -63,7 +63,7 @@ def adapted(said: object) -> object:
 
 
 def as_it_is(script: str) -> str:
-    """What to do with a script that is not read, behind the reason; "" for what is no file of Python."""
+    """Advice for a script that was not read, behind the reason; "" for any other file than Python."""
     return f"; autofit fit-check --gpu NAME {script} ... runs it as it is" if script.endswith(".py") else ""
 
 
@@ -76,7 +76,7 @@ def _of_trl(node: ast.AST) -> Iterator[str]:
 
 
 def _made(node: ast.AST) -> Iterator[str]:
-    """Names of what is called, or subclassed."""
+    """Names of called or subclassed objects."""
     found = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
     for each in found:
         if isinstance(each, ast.Name):

@@ -1,4 +1,4 @@
-"""A file of another tool, read and explained; and why its values are no recipe of TRL's. No torch here."""
+"""A file of another tool, read and explained; and why its values fail as a recipe of TRL's. Free of torch."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ _RECIPES: dict[str, Callable[..., Foreign]] = {
 
 
 def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Foreign | None:
-    """The recipe that a file of another tool means, or would with this `text`; None for a YAML of no other tool.
+    """The recipe that a file of another tool means, or would with this `text`; None for any other YAML.
 
     `ranks` are told beside the file. Raises ConfigError for a file of another tool that cannot be read as a recipe, in
     a sentence that names the tool, and for a script that trains with none.
@@ -56,7 +56,7 @@ def read(path: Path, *, text: str | None = None, ranks: int | None = None) -> Fo
 
 
 def is_script(text: str) -> bool:
-    """Whether a text is a script that starts a training, or no YAML at all; a YAML with a mistake is none."""
+    """True if a text is a script that starts a training, or anything but YAML; a YAML with a mistake is none."""
     try:
         content = parse_yaml(of_notebook(text))
     except ConfigError:
@@ -69,7 +69,7 @@ def is_script(text: str) -> bool:
 
 
 def starts_training(text: str) -> bool:
-    """Whether a script with this text starts a training that is read."""
+    """True if a script with this text starts a training that is read."""
     return verl.starts_verl(text) or first_training(text, Path.cwd()) is not None
 
 
@@ -165,7 +165,7 @@ def _named(tool: str, path: Path, made: Callable[[], Read]) -> Read:
 
 
 def explain(path: Path, *, text: str | None = None, ranks: int | None = None) -> Explanation:
-    """What the file says, or would with this `text`. Raises ConfigError for what is a file of none of the tools."""
+    """Facts of the file, or of it with this `text`. Raises ConfigError for a file of none of the tools."""
     if path.suffix in SCRIPTS:
         return explain_script(script_text(path) if text is None else text, path, ranks=ranks)
     values = read_yaml_mapping(path, what="file") if text is None else _mapping(text, path)
@@ -193,7 +193,7 @@ def _mapping(text: str, path: Path) -> dict[str, object]:
 
 
 def refusal(values: Mapping[str, object]) -> str | None:
-    """Why a recipe with these `values` is none, if it is another tool's file: whose, and its effective batch."""
+    """Reason why a recipe with these `values` is none, if it is another tool's file: whose, and its effective batch."""
     tool = tool_of(values)
     if tool is None:
         return beside(values)
@@ -204,7 +204,7 @@ def refusal(values: Mapping[str, object]) -> str | None:
 
 
 def beside(values: Mapping[str, object], name: str = "FILE") -> str | None:
-    """Why a file `name` with these `values` is no recipe, if it only says how one is launched, and how it is given."""
+    """Reason why a file `name` with these `values` is no recipe, if it only describes a launch, and how to give it."""
     if "model_name_or_path" in values:
         return None
     ours = [key for key in _ACCELERATE if key in values]
@@ -222,7 +222,7 @@ def beside(values: Mapping[str, object], name: str = "FILE") -> str | None:
 
 
 def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Explanation:
-    """`found` with what is trained and simulated, or with the reason why it is not."""
+    """`found` with the trained model and its simulation, or with the reason why it is refused."""
     try:
         foreign = made()
     except (WrongValuesError, UnknownKeyError) as error:
@@ -238,7 +238,7 @@ def _with_recipe(found: Explanation, made: Callable[[], Foreign | None]) -> Expl
 
 
 def explain_script(text: str, path: Path, *, ranks: int | None = None) -> Explanation:
-    """What the training says that the script `path` with this `text` starts. Raises ConfigError."""
+    """Facts of the training that the script `path` with this `text` starts. Raises ConfigError."""
     found = _explained_script(text, path, ranks)
     return replace(found, notes=tuple(dict.fromkeys((*found.notes, *_own_arguments(text)))))
 

@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP as other tools' files say them, in the form of an accelerate config. No torch here."""
+"""DeepSpeed and FSDP as other tools' files set them, in the form of an accelerate config. Free of torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ _WITHOUT = (  # keys without effect on what a step holds
 
 
 class UnreadFileError(ConfigError):
-    """A file that is named where none may be."""
+    """A file is named although files are forbidden."""
 
 
 def zero(given: object, folder: Path, shipped: Mapping[str, Mapping[str, object]] | None = None) -> dict[str, object]:
@@ -105,7 +105,7 @@ def near(given: str, folder: Path, *, otherwise: str = "paste its lines in its p
 
 
 def casts_by_deepspeed(launch: Mapping[str, object]) -> bool:
-    """Whether DeepSpeed's engine trains in its own precision, which casts all weights, and not in torch's autocast."""
+    """True if DeepSpeed's engine trains in its own precision, which casts all weights, instead of torch's autocast."""
     inner = launch.get("deepspeed_config")
     content = inner.get(DEEPSPEED_JSON) if isinstance(inner, Mapping) else None
     autocast = content.get("torch_autocast") if isinstance(content, Mapping) else None
@@ -114,12 +114,12 @@ def casts_by_deepspeed(launch: Mapping[str, object]) -> bool:
 
 
 def casts_by_accelerate(launch: Mapping[str, object]) -> bool:
-    """Whether accelerate shards what is trained in float32 under mixed precision: its `prepare_model` with FSDP."""
+    """True if accelerate shards trained weights in float32 under mixed precision: its `prepare_model` with FSDP."""
     return launch.get("distributed_type") == "FSDP"
 
 
 def words(launch: Mapping[str, object]) -> str:
-    """How a launch shares the model, for a reader."""
+    """Sharding of a launch, for a reader."""
     kind = launch.get("distributed_type")
     inner = launch.get("deepspeed_config") if kind == "DEEPSPEED" else launch.get("fsdp_config")
     inner = inner if isinstance(inner, Mapping) else {}

@@ -1,4 +1,4 @@
-"""What ends a training of ms-swift before its first step, and what it trains beside causal models and answers.
+"""Errors that end a training of ms-swift before its first step, and its trainings beside causal models and answers.
 
 Read at 3602360a: swift/arguments/sft_args.py and rlhf_args.py (checks), swift/trainers/arguments.py,
 swift/rlhf_trainers (args_mixin.py, rollout_mixin.py, the trainers' losses), swift/pipelines/train. No torch here.
@@ -33,7 +33,7 @@ _LOSSES = {  # others end at the first step
 
 
 def evaluates(draft: Draft) -> bool:
-    """Whether there is what to evaluate on, and when (sft_args.py, _init_eval_strategy; data_args.py)."""
+    """True if there are samples to evaluate on, and a time (sft_args.py, _init_eval_strategy; data_args.py)."""
     given = draft.given
     if (given.get("eval_strategy") or given.get("save_strategy")) == "no":
         return False
@@ -204,7 +204,7 @@ def _whole_samples(draft: Draft, kind: str, size: int, ranks: int | None) -> Non
 
 
 def ignore_teacher(draft: Draft, kind: str) -> None:
-    """Take the keys of a teacher where none is used. Raises ConfigError for GRPO, which would use it."""
+    """Take the keys of an unused teacher. Raises ConfigError for GRPO, which would use it."""
     if kind == "grpo":
         draft.refuse(dict.fromkeys(_OF_TEACHER[:2], "a teacher is simulated with rlhf_type gkd, not beside a reward"))
     draft.ignore(_OF_TEACHER)
@@ -264,7 +264,7 @@ def _with_answers(draft: Draft, length: int, share: float) -> int:
 
 
 def _placed(draft: Draft, zero: Mapping[str, Mapping[str, object]], folder: Path, launch: Mapping[str, object]) -> None:
-    """How the teacher is shared, which is as the student is unless teacher_deepspeed says else."""
+    """Sharding of the teacher, which is the student's unless teacher_deepspeed sets another."""
     if not draft.says("teacher_deepspeed"):
         return
     own = sharing.zero(draft.given["teacher_deepspeed"], folder, zero).get("deepspeed_config")

@@ -1,4 +1,4 @@
-"""What readers of LLaMA-Factory, Axolotl and ms-swift share: defaults, DeepSpeed's files, scripts.
+"""Common parts of the readers of LLaMA-Factory, Axolotl and ms-swift: defaults, DeepSpeed's files, scripts.
 
 Read at LLaMA-Factory ff6d4d12, Axolotl 067b021c and ms-swift 3602360a. No torch here.
 """
@@ -46,7 +46,7 @@ _LEAST = 2  # own keys, so that one misspelt key of a recipe does not make it an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool: the keys of which a file of it has one at least, and more that are its own."""
+    """A tool: keys of which each of its files has at least one, and more that are its own."""
 
     name: str
     needs: tuple[str, ...]
@@ -54,7 +54,7 @@ class Tool:
     sharers: tuple[str, ...] = ()  # keys that say over how many ranks the tokens of a sample are spread
 
     def keys_in(self, values: Mapping[str, object]) -> tuple[str, ...]:
-        """The tool's own keys in a file, those that it needs first; () if it has none of these.
+        """The tool's own keys in a file, those that it needs first; () if all of these are missing.
 
         Keys over mappings count for verl alone: `model:` with a name inside is a file of somebody's own.
         """
@@ -91,13 +91,13 @@ TOOLS = (VERL, LLAMA_FACTORY, AXOLOTL, MS_SWIFT)
 
 
 def tool_of(values: Mapping[str, object]) -> Tool | None:
-    """The tool whose file has these `values`; None where no tool has two own keys in it, or more than one has."""
+    """The tool whose file has these `values`, if exactly one tool has two own keys in it."""
     found = tools_of(values)
     return found[0] if len(found) == 1 else None
 
 
 def tools_of(values: Mapping[str, object]) -> tuple[Tool, ...]:
-    """The tools of which two own keys or more are in these `values`."""
+    """The tools that have two own keys or more in these `values`."""
     if "actor_rollout_ref" in values:
         return (VERL,)
     return tuple(tool for tool in TOOLS if len(tool.keys_in(values)) >= _LEAST)
@@ -177,7 +177,7 @@ def _sharers(tool: Tool, values: Mapping[str, object]) -> tuple[int, str]:
 def _accumulation(
     tool: Tool, values: Mapping[str, object], micro: int, ranks: int | None
 ) -> tuple[int | None, str]:  # fmt: skip
-    """(the accumulation, how it comes about); None where it depends on what is not in the file."""
+    """(the accumulation, its origin in words); None if it depends on values outside the file."""
     given = values.get(_ACCUMULATION)
     if given is not None:
         return _whole(given), f"{_ACCUMULATION} {given}"
@@ -231,7 +231,7 @@ _RENAMED = {"adamw_hf": "adamw_torch"}  # removed from transformers; the same st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolKeys:
-    """The keys of one tool: refused ones with the reason, noted ones with their effect, and those without effect."""
+    """The keys of one tool: refused ones with the reason, noted ones with their effect, and irrelevant ones."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
     noted: Mapping[str, str]
@@ -239,7 +239,7 @@ class ToolKeys:
     plugins: Mapping[str, str] = field(default_factory=dict)  # Axolotl's, by their class: the effect, or ""
 
     def take(self, draft: Draft) -> None:
-        """Name those that have an effect, and ignore those that have none."""
+        """Name those that have an effect, and ignore the irrelevant ones."""
         draft.name(self.noted)
         draft.ignore(self.without_effect)
 
@@ -260,7 +260,7 @@ def _all() -> Mapping[str, ToolKeys]:
 
 
 def take(draft: Draft) -> None:
-    """Take the keys that mean what they mean in transformers, and ignore or name the others. Not the batch's."""
+    """Take the keys with the same meaning in transformers, and ignore or name the others. The batch's stay."""
     keys = keys_of("transformers")
     draft.refuse(keys.refused)
     draft.same(*SAME)
@@ -278,7 +278,7 @@ def take_quantised(draft: Draft, method: str, compute: str) -> None:
 
 
 def take_optimizer(draft: Draft, key: str, usual: str) -> None:
-    """The optimizer that `key` names. Raises ConfigError for one whose states are not simulated."""
+    """The optimizer that `key` names. Raises ConfigError for one with unsupported states."""
     name = draft.text(key, usual) or usual
     name = _RENAMED.get(name, name)
     if name not in OPTIMIZERS:
@@ -309,13 +309,13 @@ _SAMPLES = "per_device_eval_batch_size"
 
 
 def asks_for_evaluation(draft: Draft) -> bool:
-    """Whether the file has a strategy of evaluation, by transformers' key of today or of before 2024."""
+    """True if the file has a strategy of evaluation, by transformers' key of today or of before 2024."""
     given = draft.given
     return evaluates({"eval_strategy": given.get("eval_strategy", given.get("evaluation_strategy"))})
 
 
 def take_evaluation(draft: Draft, trainer: str, *, key: str = _SAMPLES, usual: int) -> None:
-    """Let the recipe evaluate as many samples at once as `key` says; `usual` ones where the file has none.
+    """Let the recipe evaluate as many samples at once as `key` says; by default `usual` ones.
 
     A trainer that generates evaluates whole groups, which the tools make in ways of their own: a note.
     """
@@ -338,7 +338,7 @@ _OF_SWIFT = re.compile(r"(?:(?:HF|MS|hf|ms)::)?(?P<path>[^:#]*)")  # [source::]p
 
 
 def _places(name: str, folder: Path, inner: str = "") -> list[Path]:
-    """Where what a file in `folder` names may be, and `inner` in it: here or beside it; [] if that may not be read."""
+    """Possible paths of a file named in `folder`, and of `inner` in it: here or beside it; [] if that is forbidden."""
     places = [Path(name) / inner, folder / name / inner]
     return places if all(map(may_read, places)) else []
 
@@ -350,7 +350,7 @@ def _names(given: object) -> Iterator[str]:
 
 
 def note_adapters(draft: Draft, key: str, rank: str, folder: Path) -> None:
-    """Note adapters to train on that are in no folder here, or of another rank than the one that is simulated."""
+    """Note missing folders of adapters to train on, and those of another rank than the simulated one."""
     for name in _names(draft.given.get(key)):
         if not (places := _places(name, folder, "adapter_config.json")):
             continue
@@ -366,7 +366,7 @@ def note_adapters(draft: Draft, key: str, rank: str, folder: Path) -> None:
 
 
 def _content(path: Path) -> dict[str, object] | None:
-    """The JSON object in `path`; None where it cannot be read."""
+    """The JSON object in `path`, if it is readable."""
     try:
         return read_json(path)
     except (TornFile, OSError):
@@ -374,7 +374,7 @@ def _content(path: Path) -> dict[str, object] | None:
 
 
 def note_axolotl(draft: Draft, folder: Path) -> None:
-    """Note the files of `datasets` and `test_datasets` of Axolotl that are not here."""
+    """Note the missing files of `datasets` and `test_datasets` of Axolotl."""
     for key in ("datasets", "test_datasets"):
         given = draft.given.get(key)
         for entry in given if isinstance(given, list) else ():
@@ -385,7 +385,7 @@ def note_axolotl(draft: Draft, folder: Path) -> None:
 
 
 def note_swift(draft: Draft, folder: Path) -> None:
-    """Note the files of `--dataset` and `--val_dataset` of ms-swift that are not here."""
+    """Note the missing files of `--dataset` and `--val_dataset` of ms-swift."""
     for key in ("dataset", "val_dataset"):
         given = draft.given.get(key)
         names = [str(name) for name in (given if isinstance(given, list) else str(given or "").split())]
@@ -394,7 +394,7 @@ def note_swift(draft: Draft, folder: Path) -> None:
 
 
 def note_llama_factory(draft: Draft, folder: Path) -> None:
-    """Note datasets of LLaMA-Factory that dataset_info.json does not have, or whose files are not beside it."""
+    """Note datasets of LLaMA-Factory that dataset_info.json lacks, or whose files are missing beside it."""
     stated = draft.given.get("dataset_dir")
     name = "data" if stated is None else stated
     if not isinstance(name, str) or name == UNSURE or name.startswith(_NOT_HERE):
@@ -429,7 +429,7 @@ def _note_gone(draft: Draft, key: str, names: Sequence[object], folder: Path) ->
 
 
 def check_best_model(draft: Draft, evaluated: str) -> None:
-    """Tell that no best model can be known, which transformers' TrainingArguments end with; evaluation is `evaluated`.
+    """Report an unknowable best model, an error of transformers' TrainingArguments; evaluation is `evaluated`.
 
     The strategies of evaluation and saving must be the same.
     """
@@ -471,7 +471,7 @@ _FILES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 
 
 def shipped(tool: str, given: object) -> dict[str, object] | None:
-    """The settings of the file that `tool` ships under this path's name; None where it ships none."""
+    """The settings of the file that `tool` ships under this path's name, if it ships one."""
     zero = _FILES.get(tool, {}).get(Path(given).name) if isinstance(given, str) else None
     return (
         None
@@ -481,7 +481,7 @@ def shipped(tool: str, given: object) -> dict[str, object] | None:
 
 
 def deepspeed(draft: Draft, folder: Path) -> object:
-    """The `deepspeed` of a tool's file in `folder`, or the settings of the shipped file where that is not here."""
+    """The `deepspeed` of a tool's file in `folder`, or the settings of the shipped file if that is missing."""
     given = draft.given["deepspeed"]
     found = shipped(draft.tool, given)
     if found is not None:
@@ -494,7 +494,7 @@ def deepspeed(draft: Draft, folder: Path) -> object:
 
 
 def launch_of(draft: Draft, folder: Path) -> dict[str, object]:
-    """The accelerate config of transformers' `deepspeed`, or of its `fsdp` and `fsdp_config`; {} without both."""
+    """The accelerate config of transformers' `deepspeed`, or of its `fsdp` and `fsdp_config`, or {}."""
     given = draft.raw("fsdp_config")
     config = {str(key): value for key, value in given.items()} if isinstance(given, Mapping) else {}
     wrapped = draft.raw("fsdp_transformer_layer_cls_to_wrap")

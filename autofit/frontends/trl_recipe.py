@@ -46,7 +46,7 @@ _PROMPT_TOKENS, _SAMPLE_TOKENS = 512, 1024  # TRL's defaults of max_prompt_lengt
 
 
 def tool_of(values: Mapping[str, object]) -> str | None:
-    """Whose YAML has these `values`; None where they are of TRL alone, or of no recipe."""
+    """Tool whose YAML has these `values`; None if they are of TRL alone, or of anything but a recipe."""
     if "model_name_or_path" not in values or not _OWN & values.keys():
         return None
     return OPEN_R1 if _OF_OPEN_R1 & values.keys() or _has_rewards(values) else HANDBOOK
@@ -73,7 +73,7 @@ def recipe(
 
 
 def stand_in(trainer: str, values: Mapping[str, object]) -> tuple[dict[str, object], int, list[str]]:
-    """(`values` of a recipe whose data is not read, the tokens of the made-up sample that stands for it, notes)."""
+    """(`values` of a recipe with unread data, the tokens of the made-up sample that stands for it, notes)."""
     found, notes = dict(values), []
     if not profile(trainer).generates:
         what, most, usual = "sample", found.get("max_length"), _SAMPLE_TOKENS
@@ -112,7 +112,7 @@ def batch_words(kind: str, values: Mapping[str, object], ranks: int | None) -> s
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{the file's own key: value} of `changes`. Raises ConfigError for what is said outside of the file."""
+    """{the file's own key: value} of `changes`. Raises ConfigError for those set outside of the file."""
     outside = [key for key in changes if key.partition(".")[0] in ("env", "launch")]
     if outside:
         raise ConfigError(f"{foreign.tool} has no key for {outside[0]}")
@@ -125,7 +125,7 @@ def _has_rewards(values: Mapping[str, object]) -> bool:
 
 
 def not_simulated(kind: str, script: str = "") -> ConfigError:
-    """The refusal of a trainer of TRL's that no recipe simulates, with the command that runs its `script`, or one."""
+    """The refusal of an unsupported trainer of TRL's, with the command that runs its `script`, or one."""
     trains = as_it_is(script) or "; autofit fit-check --gpu NAME SCRIPT.py ... runs a Python script that trains with it"
     return ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are{trains}")
 

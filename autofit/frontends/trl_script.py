@@ -1,4 +1,4 @@
-"""Scripts that train with TRL's command line: `trl sft`, or a script of TRL started by a launcher. No torch here.
+"""Scripts that train with TRL's command line: `trl sft`, or a script of TRL started by a launcher. Free of torch.
 
 `accelerate launch`, `torchrun`, `deepspeed` and `python` are read, and a config of TRL (`--config FILE`),
 over which the arguments are laid as TRL's own parser lays them. A script of another project takes TRL's arguments too,
@@ -84,7 +84,7 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training that a script starts: TRL's trainer, its values with those of the launch, and what to know of it."""
+    """A training that a script starts: TRL's trainer, its values with those of the launch, and notes on it."""
 
     kind: str
     values: Mapping[str, object]
@@ -154,7 +154,7 @@ def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
 def _without_own(
     given: Mapping[str, object], kind: str, own: Mapping[str, object]
 ) -> tuple[dict[str, object], dict[str, str], list[str]]:
-    """(`given` without a script's own arguments, its own names of keys of the recipe, the names that are left out).
+    """(`given` less a script's own arguments, its own names of keys of the recipe, the names that are left out).
 
     Those that TRL has too are taken, and those of the model, of the longest row and of adapters: as they are given, or
     by their defaults.
@@ -181,7 +181,7 @@ def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:
 
 
 def explain(text: str, *, folder: Path, ranks: int | None = None) -> Explanation:
-    """How the training is started, TRL's trainer, and the effective batch by transformers' defaults."""
+    """The start command, TRL's trainer, and the effective batch by transformers' defaults."""
     found = training(text, folder=folder, ranks=ranks)
     ranks = found.ranks
     told = {} if ranks is None else {"num_processes": ranks}
@@ -240,7 +240,7 @@ def in_its_names(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, o
 
 
 def _launch(before: Sequence[str], told: Told | None, ranks: int | None) -> tuple[dict[str, object], list[str]]:
-    """({key of an accelerate launch: value} of the words before the script, options that are not read).
+    """({key of an accelerate launch: value} of the words before the script, unread options).
 
     What the words say of ranks is not looked at where `ranks` are told beside the script.
     """
@@ -265,7 +265,7 @@ def _launch(before: Sequence[str], told: Told | None, ranks: int | None) -> tupl
 
 
 def _file(key: str, name: str, folder: Path, notes: list[str]) -> str:
-    """The file of a launch; for an accelerate config that is not here, the name of TRL's own that is like it."""
+    """The file of a launch; for a missing accelerate config, the name of TRL's own that is like it."""
     try:
         return str(near(certain(key, name), folder, otherwise=OTHERWISE))
     except ConfigError:

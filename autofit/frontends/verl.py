@@ -51,19 +51,19 @@ DEFAULTS: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class VerlConfig:
-    """A config's values by dotted path, without hydra's defaults."""
+    """A config's values by dotted path, leaving out hydra's defaults."""
 
     said: Mapping[str, object]
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> "VerlConfig":
-        """Of a nested or a dotted mapping. A reference such as ${...} is not certain, and no default stands for it."""
+        """Config of a nested or a dotted mapping. A reference such as ${...} stays unsure, even if it has a default."""
         leaves = {path: UNSURE if "${" in str(value) else value for path, value in _leaves(values)}
         return cls({path: value for path, value in leaves.items() if value != UNSURE or path in DEFAULTS})
 
     @property
     def unsure(self) -> tuple[str, ...]:
-        """The keys of the batch and of the models whose value is not certain."""
+        """The keys of the batch and of the models whose value is unsure."""
         return tuple(
             path for path, value in self.said.items() if value == UNSURE and not path.endswith(_MATTERS_LITTLE)
         )
@@ -72,7 +72,7 @@ class VerlConfig:
         return self.said.get(path, DEFAULTS.get(path))
 
     def whole(self, path: str) -> int | None:
-        """A whole number; None where the value is none."""
+        """The value, if it is a whole number."""
         found = self.value(path)
         return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
@@ -81,7 +81,7 @@ class VerlConfig:
 
     @property
     def strategy(self) -> str:
-        """What shards the actor: the said strategy, else that of the engine or the config whose defaults are taken."""
+        """Strategy that shards the actor: the stated one, else that of the engine or the config with the defaults."""
         said, engine = self.said.get(f"{ACTOR}.strategy"), str(self.said.get(ENGINE, _ENGINE))
         name = str(self.said.get(CONFIG_NAME, _CONFIG_NAME)).removesuffix(".yaml")
         if engine == _ENGINE and name != _CONFIG_NAME:
@@ -96,7 +96,7 @@ class VerlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The batch of a config under FSDP. `micro` is None with dynamic micro-batches, or where it is not set."""
+    """The batch of a config under FSDP. `micro` is None with dynamic micro-batches, or if it is unset."""
 
     prompts: int  # of a generation
     mini_prompts: int  # of an optimizer step
@@ -113,7 +113,7 @@ class Batch:
 
     @property
     def padded(self) -> int:
-        """Samples of a generation with those of two tokens that the trainer v1 adds, which have no loss.
+        """Samples of a generation with the loss-free ones of two tokens that the trainer v1 adds.
 
         v1/trainer_base.py, _balance_batch; the older trainer adds none.
         """
@@ -156,7 +156,7 @@ BATCH_KEYS = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOU
 
 
 def batch_of(config: VerlConfig) -> Batch | None:
-    """The batch; None where a number of it is not whole, or the strategy is not FSDP."""
+    """The batch, if its numbers are whole, and the strategy is FSDP."""
     found = [config.whole(name) for name in BATCH_KEYS]
     if None in found or config.strategy not in FSDP_STRATEGIES:
         return None
@@ -240,7 +240,7 @@ def entry(text: str) -> str | None:
 
 
 def overrides(text: str) -> tuple[dict[str, object], tuple[str, ...]]:
-    """({dotted key: value} of the overrides that are certain, the keys of those that are not)."""
+    """({dotted key: value} of the certain overrides, the keys of the others)."""
     found: dict[str, object] = {}
     unread: dict[str, None] = {}
     for command in _trainings(text):
@@ -261,9 +261,9 @@ def bare_keys(text: str) -> tuple[str, ...]:
 
 
 def likely_overrides(text: str) -> dict[str, object]:
-    """The values of overrides that are not certain, as they would be if conditions that set a variable held.
+    """The values of uncertain overrides, as they would be if conditions that set a variable held.
 
-    The first value stands where several conditions set one, None where it comes from a command. Of a model in a folder
+    The first value stands where several conditions set one, None if it comes from a command. Of a model in a folder
     that the environment names, the last part of the path stands. A training that itself hangs on a condition is left
     out, unless all do: then the first is taken.
     """
@@ -276,7 +276,7 @@ def likely_overrides(text: str) -> dict[str, object]:
 
 
 def span(text: str) -> tuple[int, int]:
-    """(start, end) of the text of the first training that a script starts. Raises ConfigError where it starts none."""
+    """(start, end) of the text of the first training that a script starts. Raises ConfigError if it starts none."""
     for command in _trainings(text):
         return command.start, command.end
     raise ConfigError(f"no `python -m {_ENTRY}` is started in it, so it does not train")
@@ -288,7 +288,7 @@ def _trainings(text: str, *, likely: bool = False) -> Iterator[Command]:
 
 
 def _program(command: Command) -> str | None:
-    """The module or file with which a command trains by verl's keys; None where it is no such training."""
+    """The module or file with which a command trains by verl's keys, if it is such a training."""
     words = command.words
     if _ENTRY in words:
         return _ENTRY
@@ -299,7 +299,7 @@ def _program(command: Command) -> str | None:
 
 
 def _overrides(command: Command, *, folders: bool = False) -> dict[str, object]:
-    """{key: value} of a command, the last one where a key is given twice; UNSURE for what is not certain.
+    """{key: value} of a command, the last one if a key is given twice; UNSURE for an uncertain one.
 
     With `folders` a model's path is at least the name of its folder.
     """
@@ -347,7 +347,7 @@ class Key:
 
 
 def _key(path: str, other: object = None, like: str | None = None, *, default: object = _USUAL) -> Any:
-    """A setting that is the key `path` of verl: its default is verl's, unless another one is said."""
+    """A setting that is the key `path` of verl: its default is verl's, unless another one is given."""
     key = Key(path, other, like)
     return field(default=key.usual if default is _USUAL else default, metadata={"key": key})
 
@@ -512,26 +512,26 @@ _LONGEST = "actor_rollout_ref"  # the part of most keys
 
 
 def is_below_a_part(key: str) -> bool:
-    """Whether a key is a dotted path below one of the parts of verl's config."""
+    """True if a key is a dotted path below one of the parts of verl's config."""
     head, dot, _ = key.lstrip("+").partition(".")
     return bool(dot) and head in {section.partition(".")[0] for section in _sections()}
 
 
 def whole_key(key: str) -> str:
-    """`key` as hydra wants it, also where it has no actor_rollout_ref, which `explain` leaves out of its lines."""
+    """`key` as hydra wants it, also if it lacks its actor_rollout_ref, which `explain` leaves out of its lines."""
     path, head = f"{_LONGEST}.{key}", key.partition(".")[0]
     below = any(f"{section}.".startswith(f"{_LONGEST}.{head}.") for section in _sections())
     return path if below and "." in key and not is_below_a_part(key) else key
 
 
 def is_in_config(path: str) -> bool:
-    """Whether hydra finds a path in verl's config, so that it may be overridden without a `+`."""
+    """True if hydra finds a path in verl's config, so that it may be overridden as it is, with no `+`."""
     section, _, name = path.rpartition(".")
     return path in _sections() or name in _sections().get(section, ())
 
 
 def unknown_key(key: str) -> str | None:
-    """What is wrong with a key that verl's config does not have; None of one that it has, or that is added with `+`."""
+    """Error of a key that verl's config lacks; None of one that it has, or that is added with `+`."""
     read = {path for named in KEYS.values() for path in (named.path, named.like)}
     below_open = any(key.startswith(f"{section}.") for section, names in _sections().items() if not names)
     if key.startswith("+") or key in read or below_open or is_in_config(key):
@@ -551,7 +551,7 @@ def script_notes(text: str, found: Mapping[str, object], unread: Sequence[str]) 
 
 
 def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[str], who: str) -> tuple[str, ...]:
-    """What hydra would refuse of the overrides in a script that starts verl's FSDP engines; `who` may have them."""
+    """Overrides that hydra would refuse in a script that starts verl's FSDP engines; `who` may have them."""
     config = VerlConfig.of(found)
     if config.strategy not in FSDP_STRATEGIES or {ENGINE, CONFIG_NAME}.intersection(unread):
         return ()  # another engine's config has keys of its own
@@ -564,7 +564,7 @@ def _unknown_overrides(text: str, found: Mapping[str, object], unread: Sequence[
 
 
 def file_notes(values: Mapping[str, object]) -> tuple[str, ...]:
-    """A note on the keys of a YAML that verl does not have, which hydra adds to the config, for FSDP engines."""
+    """A note on the keys of a YAML that verl lacks, which hydra adds to the config, for FSDP engines."""
     config = VerlConfig.of(values)
     told = "".join(typos(config))
     unknown = [
@@ -582,7 +582,7 @@ def file_notes(values: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _near(key: str) -> str | None:
-    """The key that was meant: without its actor_rollout_ref, like it in its section, or of its name near it."""
+    """The key that was meant: the one less its actor_rollout_ref, like it in its section, or of its name near it."""
     if is_in_config(whole := whole_key(key)):
         return whole
     if beside := _beside(key):

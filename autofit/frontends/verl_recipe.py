@@ -1,4 +1,4 @@
-"""A config of verl as a recipe of the trainer `verl`: its values with verl's defaults, its GPUs, and what is left out.
+"""A config of verl as a recipe of the trainer `verl`: its values with verl's defaults, its GPUs, and the rest.
 
 And the other way: a GRPO recipe of TRL as overrides of verl. Defaults are those of verl at commit 1dda039b (0.9):
 verl/trainer/config/_generated_ppo_trainer.yaml; read besides: verl/trainer/ppo/core_algos.py, and TRL 1.16
@@ -75,7 +75,7 @@ def of_script(text: str, *, ranks: int | None = None) -> Foreign:
 
 
 def of_file(values: Mapping[str, object], *, folder: Path | None = None, ranks: int | None = None) -> Foreign:
-    """The recipe of a YAML's `values`, as `recipe` has it, with a note on keys that verl does not have."""
+    """The recipe of a YAML's `values`, as `recipe` has it, with a note on keys that verl lacks."""
     made = recipe(values, folder=folder, ranks=ranks)
     return replace(made, notes=(*made.notes, *file_notes(values)))
 
@@ -84,13 +84,12 @@ def recipe(
     values: Mapping[str, object], *, folder: Path | None = None, ranks: int | None = None,
     unread: tuple[str, ...] = (), model_folder: str | None = None,
 ) -> Foreign:  # fmt: skip
-    """The recipe of a config's `values` (nested, or by dotted paths), of which the keys `unread` are not certain.
+    """The recipe of a config's `values` (nested, or by dotted paths), whose keys `unread` are uncertain.
 
-    Nothing in it is read from the config's `folder`. `ranks` are the GPUs where they are told beside the file, and
-    `model_folder` is the name of the model's folder where only the environment knows where that is.
+    Nothing in it is read from the config's `folder`. `ranks` are the GPUs if they are told beside the file, and
+    `model_folder` is the name of the model's folder if only the environment knows its place.
 
-    Raises ConfigError for what is not simulated, and for a config that verl would refuse or that does not say its
-    batch.
+    Raises ConfigError for unsupported settings, and for a config that verl would refuse or that leaves its batch open.
     """
     config = VerlConfig.of(on_gpus(values, ranks))
     if refused := next(chain(typos(config), _refusals(config)), None):
@@ -152,7 +151,7 @@ def _on_the_host(model: str) -> dict[str, object]:
 
 
 def _said(config: VerlConfig, named: Key) -> object:
-    """The value of the config, else verl's default; None where neither has one."""
+    """The value of the config, else verl's default, if either has one."""
     own = config.said.get(named.path)
     if own is None and named.like is not None:
         own = config.said.get(named.like)
@@ -246,7 +245,7 @@ _GPUS = ("launch.ranks", "launch.machines")  # which verl's config says itself
 
 
 def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
-    """{verl's key: value} of changes of a recipe. Raises ConfigError for what verl has no key for."""
+    """{verl's key: value} of changes of a recipe. Raises ConfigError for one that verl has no key for."""
     if unknown := [key for key in changes if key not in KEYS and key not in (*_FOLLOW, *_GPUS)]:
         raise ConfigError(f"{unknown[0]}: {changes[unknown[0]]} has no key in verl")
     if unshared := next(_attending_alone({**foreign.values, **changes}), None):
@@ -273,7 +272,7 @@ def _kept(foreign: Foreign, said: Mapping[str, object]) -> Iterator[tuple[str, o
 
 
 def _refusals(config: VerlConfig) -> Iterator[str]:
-    """Why a config is not read as a recipe, the first reason first."""
+    """Reasons why a config is refused as a recipe, the first reason first."""
     strategy, said = config.strategy, config.said
     if strategy not in ("fsdp", "fsdp2"):
         yield f"verl with {strategy} is not simulated, only its FSDP engines: set actor.strategy to fsdp or fsdp2"
@@ -309,7 +308,7 @@ def _refusals(config: VerlConfig) -> Iterator[str]:
 
 
 def _unshared(config: VerlConfig) -> Iterator[str]:
-    """Why samples cannot be shared by so many ranks, as Ulysses does; transformer_impl.py, line 107 and 220."""
+    """Reason why the ranks fail to share samples, as Ulysses does; transformer_impl.py, line 107 and 220."""
     batch, attention = batch_of(config), f"{M}.override_config.attn_implementation"
     for section in (A, F):
         size = sequence_parallel(config, section)
@@ -322,7 +321,7 @@ def _unshared(config: VerlConfig) -> Iterator[str]:
 
 
 def _attending_alone(values: Mapping[str, object]) -> Iterator[str]:
-    """Why an attention does not see the tokens of the ranks with which it shares samples."""
+    """Reason why an attention misses the tokens of the ranks with which it shares samples."""
     sizes = [cast(int, values.get(key, 1)) for key in _SHARERS]
     attention = values.get("attn_implementation", _FLASH)
     if max(sizes) > 1 and attention != _FLASH:
@@ -365,7 +364,7 @@ _OF_ONE_TOKEN = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def _defers(config: VerlConfig, batch: Batch) -> bool:
-    """Whether whole gradients of all weights wait for the last micro-batch of a step."""
+    """True if whole gradients of all weights wait for the last micro-batch of a step."""
     said = config.said.get(f"{FSDP}.use_no_sync_for_gradient_accumulation", True)
     adapters = config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank")
     if str(said).lower() in _OFF or adapters or batch.gpus == 1:
@@ -482,9 +481,9 @@ class Exported:
 
 
 def exported(resolved: Mapping[str, object], given: Mapping[str, object]) -> Exported:
-    """The recipe with all of TRL's keys in `resolved`, of which the user's are `given`, in verl's keys.
+    """The recipe with all of TRL's keys in `resolved`, and the user's in `given`, in verl's keys.
 
-    Raises ConfigError for a batch that verl cannot hold exactly.
+    Raises ConfigError for a batch that verl holds only inexactly.
     """
     launch = Launch.of({LAUNCH: resolved[LAUNCH]} if resolved.get(LAUNCH) else {})
     found = {**_batch(resolved, launch), **dict(_settings(resolved, launch))}
@@ -514,7 +513,7 @@ def _batch(resolved: Mapping[str, object], launch: Launch) -> dict[str, object]:
 
 
 def _settings(resolved: Mapping[str, object], launch: Launch) -> Iterator[tuple[str, object]]:
-    """(verl's key, value) of all that is not the batch."""
+    """(verl's key, value) of all settings outside the batch."""
     yield from ((own, resolved[key]) for key, own in _SAME.items() if resolved.get(key) is not None)
     high = resolved.get("epsilon_high")
     yield f"{A}.clip_ratio_high", resolved.get("epsilon") if high is None else high
@@ -545,7 +544,7 @@ def _settings(resolved: Mapping[str, object], launch: Launch) -> Iterator[tuple[
 
 
 def _length(resolved: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """verl's steps are generations, of which each may have several optimizer steps."""
+    """verl's steps are generations, each with one or several optimizer steps."""
     steps, epochs = resolved.get("max_steps"), resolved.get("num_train_epochs")
     if isinstance(steps, int) and steps > 0:
         keys = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
@@ -556,7 +555,7 @@ def _length(resolved: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _changes(resolved: Mapping[str, object], given: Mapping[str, object], launch: Launch) -> Iterator[str]:
-    """What verl does otherwise, a sentence each."""
+    """Differences of verl, a sentence each."""
     yield (
         "data: verl reads parquet files with a column `prompt` (data.train_files, data.val_files), and its reward from "
         "reward.custom_reward_function.path; TRL's dataset and reward functions must be written so"

@@ -1,4 +1,4 @@
-"""What `explain` says of a verl config: its batch, and the rules that verl applies, some of them minutes late.
+"""Lines of `explain` on a verl config: its batch, and the rules that verl applies, some of them minutes late.
 
 Read in verl at commit 1dda039b (0.9, trainer v1, which is its default). No torch here.
 """
@@ -59,7 +59,7 @@ def _update_tokens(config: VerlConfig) -> int:
 
 
 def critic_line(config: VerlConfig, batch: Batch) -> str:
-    """What `explain` says of the critic."""
+    """Line of `explain` on the critic."""
     named = "critic.ppo_infer_max_token_len_per_gpu" if config.is_on("trainer.use_v1") else "ppo_max_token_len_per_gpu"
     left = [key for key in _WITHOUT_EFFECT if config.said.get(f"{_C}.{key}") not in (None, False)]
     if not config.is_on("trainer.use_v1") and "ppo_max_token_len_per_gpu" in left:
@@ -72,7 +72,7 @@ def critic_line(config: VerlConfig, batch: Batch) -> str:
 
 
 def critic_rules(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    """What of the critic's batch ends in an error: at the start, or at its first update."""
+    """Errors of the critic's batch: at the start, or at its first update."""
     if not has_critic(config):
         return
     dynamic = config.said.get(f"{_C}.use_dynamic_bsz", config.value(f"{ACTOR}.use_dynamic_bsz"))
@@ -90,7 +90,7 @@ def critic_rules(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 
 def critic_refusals(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    """Why a critic is not simulated, or would not train."""
+    """Reasons why a critic is unsupported, or would fail to train."""
     strategy = str(config.said.get(f"{_C}.strategy", "fsdp"))
     if strategy not in FSDP_STRATEGIES:
         yield f"verl's critic with {strategy} is not simulated, only its FSDP engines: set critic.strategy to fsdp"
@@ -177,7 +177,7 @@ def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
 
 
 def older_micro(config: VerlConfig, batch: Batch) -> str:
-    """How to say a micro-batch that only the deprecated key says; "" where that is not given.
+    """Way to set a micro-batch that only the deprecated key sets; "" if that is unset.
 
     It counts over all GPUs (verl/workers/config/actor.py, `validate`).
     """
@@ -190,7 +190,7 @@ def older_micro(config: VerlConfig, batch: Batch) -> str:
 
 
 def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
-    """What is certain of the rest: what keeps the gradient, and which further models there are."""
+    """Certain facts of the rest: the settings that keep the gradient, and further models."""
     yield Line("neutral", "ppo_micro_batch_size_per_gpu, the log_prob sizes, use_dynamic_bsz with its token budget, "
                           "offloads, the rollout's tensor parallel: none changes what an optimizer step averages "
                           "over")  # fmt: skip
@@ -252,7 +252,7 @@ _PARTS = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_pa
 
 
 def engine_sizes(config: VerlConfig) -> Iterator[str]:
-    """Sizes of the rollout's engine that no number of GPUs can be divided by (engine_workers.py, line 657)."""
+    """Sizes of the rollout's engine that fail to divide any number of GPUs (engine_workers.py, line 657)."""
     for part in _PARTS:
         path = f"{ROLLOUT}.{part}"
         if config.value(path) != UNSURE and config.whole(path) is None:
@@ -260,7 +260,7 @@ def engine_sizes(config: VerlConfig) -> Iterator[str]:
 
 
 def engine_settings(config: VerlConfig) -> Iterator[str]:
-    """What the rollout's engine does not take, whatever the GPUs."""
+    """Settings that the rollout's engine refuses, on any number of GPUs."""
     yield from engine_sizes(config)
     if (parts := config.whole(f"{ROLLOUT}.{_PARTS[2]}") or 1) > 1:  # workers/config/rollout.py, line 317
         yield f"rollout.{_PARTS[2]} must be 1; got {parts}; verl refuses it at the start"
@@ -279,7 +279,7 @@ def engine_settings(config: VerlConfig) -> Iterator[str]:
 
 
 def _positions(config: VerlConfig) -> int | None:
-    """The model's max_position_embeddings; None where neither the file nor the catalogue says them."""
+    """The model's max_position_embeddings, if the file or the catalogue has them."""
     override = "actor_rollout_ref.model.override_config"
     said = [config.whole(f"{override}.{part}max_position_embeddings") for part in ("", "model_config.")]
     model = catalogue.text_config(str(config.said.get(f"actor_rollout_ref.{MODEL_PATH}")))
@@ -288,13 +288,13 @@ def _positions(config: VerlConfig) -> int | None:
 
 
 def longest_sample(config: VerlConfig) -> int:
-    """Tokens of the longest prompt and response, of which the engine makes no more than its longest sequence."""
+    """Tokens of the longest prompt and response, which the engine cuts at its longest sequence."""
     lengths = sum(config.whole(f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
     return min(lengths, config.whole(f"{ROLLOUT}.max_model_len") or _positions(config) or lengths)
 
 
 def without_room(*, stated: int | None, positions: int | None, prompt: int) -> Iterator[str]:
-    """Why the engine does not start, or generates nothing for the longest prompt."""
+    """Reason why the engine fails to start, or leaves the longest prompt unanswered."""
     longest = stated or positions
     if stated is not None and positions is not None and stated > positions:
         yield (f"rollout.max_model_len {stated:,} is above the model's max_position_embeddings {positions:,}; verl "
@@ -306,7 +306,7 @@ def without_room(*, stated: int | None, positions: int | None, prompt: int) -> I
 
 
 def cut_responses(*, longest: int | None, prompt: int, response: int, stated: bool) -> str:
-    """That responses end before max_response_length; "" where they do not."""
+    """Sentence that responses end before max_response_length; "" if they reach it."""
     if longest is None or prompt + response <= longest:
         return ""
     of = "rollout.max_model_len" if stated else "the model's max_position_embeddings"
@@ -354,7 +354,7 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 
 def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    """Micro-batches of a pass without gradients that do not divide a rank's samples (engine/utils.py, line 125)."""
+    """Micro-batches of a gradient-free pass that fail to divide a rank's samples (engine/utils.py, line 125)."""
     if config.is_on(f"{ACTOR}.use_dynamic_bsz"):
         return
     reference = config.is_on(f"{ACTOR}.use_kl_loss") or config.is_on("algorithm.use_kl_in_reward")
@@ -374,13 +374,13 @@ _VLLMS_RANK = 512  # the largest (workers/rollout/vllm_rollout/utils.py)
 
 
 def lora_rank(config: VerlConfig) -> int:
-    """The rank of the adapters; 0 without them."""
+    """The rank of the adapters; 0 if there are none."""
     model = "actor_rollout_ref.model"
     return config.whole(f"{model}.lora.rank") or config.whole(f"{model}.lora_rank") or 0
 
 
 def largest_rank(config: VerlConfig) -> Iterator[str]:
-    """Why vLLM does not take the adapters."""
+    """Reason why vLLM refuses the adapters."""
     rank, named = lora_rank(config), str(config.said.get(f"{ROLLOUT}.name", "vllm"))
     if rank > _VLLMS_RANK and named == "vllm" and not config.is_on("actor_rollout_ref.model.lora.merge"):
         yield f"lora_rank {rank} is above vLLM's largest, {_VLLMS_RANK}; verl refuses it at the start"
@@ -400,7 +400,7 @@ def _aggregation(config: VerlConfig, batch: Batch) -> Iterator[str]:
 
 
 def _baseline(config: VerlConfig, batch: Batch) -> Iterator[str]:
-    """ppo/ray_trainer.py, line 265; the trainer v1 does not compute what it asks for."""
+    """ppo/ray_trainer.py, line 265; the trainer v1 leaves out a quantity that it asks for."""
     estimator = str(config.value("algorithm.adv_estimator"))
     if estimator in ("optimal_token_baseline", "tir_optimal_token_baseline") and config.is_on("trainer.use_v1"):
         yield (f"algorithm.adv_estimator {estimator} reads sum_pi_squared, which verl's trainer v1 does not compute; "
@@ -427,7 +427,7 @@ SHARDED_HEAD = (
 
 
 def sharded_head(config: VerlConfig) -> Iterator[str]:
-    """Why fused kernels do not find the weights of the head."""
+    """Reason why fused kernels fail to find the weights of the head."""
     model = str(config.said.get(f"actor_rollout_ref.{MODEL_PATH}"))
     fused = config.strategy == "fsdp2" and config.is_on("actor_rollout_ref.model.use_fused_kernels")
     if fused and catalogue.text_config(model).get("tie_word_embeddings") is False:

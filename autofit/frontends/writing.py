@@ -110,7 +110,7 @@ def _own_keys(foreign: Foreign) -> Iterator[tuple[str, str]]:
 
 
 def _origin_of_config(foreign: Foreign, script: Path, text: str, ranks: int | None) -> dict[str, object]:
-    """The YAML that a script names, with what the script lays over it; {} of one that names none.
+    """The YAML that a script names, with the values that the script lays over it; {} if it names none.
 
     Changes are written there: a tuned file is a YAML, and the tool's command takes it.
     """
@@ -171,7 +171,7 @@ class Changed:
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
-        """Say of a key that the trainer does not take either what the tool says of it."""
+        """Report an unknown key of the trainer in the tool's words."""
         try:
             yield
         except UnknownKeyError as error:
@@ -213,7 +213,7 @@ def changed(source: Source, changes: Mapping[str, object] | None) -> Changed:
 
 
 def on_card(own: Changed, *, bfloat16: bool) -> Changed:
-    """`own` as its tool reads it on a card that has `bfloat16`, or has not: `bf16: auto` of Axolotl is fp16 then."""
+    """`own` as its tool reads it on a card with or without `bfloat16`: `bf16: auto` of Axolotl is fp16 without."""
     origin = own.source.foreign
     if bfloat16 or origin.get("tool") != AXOLOTL.name:
         return own
@@ -243,7 +243,7 @@ _COMMANDS_SCRIPT = Path("command.sh")  # and under this name where changes may b
 def explained(
     words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None
 ) -> tuple[Explanation, Source | None]:
-    """What a file of another tool says, or a command, with `changes` in the tool's own keys; and its recipe, if any.
+    """Facts of a file of another tool, or a command, with `changes` in the tool's own keys; and its recipe, if any.
 
     `words` are the file's path, a command in one text, or its words. Raises ConfigError for what is of none of the
     tools, and for a change that cannot be written into it.
@@ -269,21 +269,21 @@ def explained(
 
 
 def _is_command(text: str) -> bool:
-    """Whether a text is a command; a name such as `my file.yaml` is none, whether there is such a file or not."""
+    """True if a text is a command; a name such as `my file.yaml` is a path, existing or missing."""
     if " " not in text.strip() or os.path.exists(text):
         return False
     return Path(text).suffix not in (*SCRIPTS, ".yaml", ".yml", ".json") or starts_training(text)
 
 
 def _recipe_of(found: Explanation, made: Callable[[], Foreign | None]) -> Source | None:
-    """The recipe of what was explained; None where it is not simulated, and of verl, whose rules were looked at."""
+    """The recipe of an explained file; None if it is unsupported, and of verl, whose rules were looked at."""
     is_made = found.tool != VERL.name and not found.wrong and all(line.name != NOT_SIMULATED for line in found.lines)
     foreign = made() if is_made else None
     return None if foreign is None else _source(foreign, "recipe", "the recipe", {})
 
 
 def _with_known(changes: Mapping[str, object], found: Explanation) -> Explanation:
-    """`found`, whose file has `changes`. Raises ConfigError where its tool does not know the key of one."""
+    """`found`, whose file has `changes`. Raises ConfigError if its tool lacks the key of one."""
     if wrong := [key for key in changes if key.split(".")[0] in found.unknown]:
         said = f" ({'; '.join(found.wrong)})" if found.wrong else ""
         raise ConfigError(f"{option('set')}: {found.tool} has no key {', '.join(wrong)}{said}")
@@ -302,7 +302,7 @@ def _in_any_script(text: str, key: str, value: object, path: Path) -> str:
 
 
 def _is_own(source: Source, key: str, unknown: dict[str, str], changes: Mapping[str, object]) -> bool:
-    """Whether the tool of the file knows `key`; what it says of one that it does not stands in `unknown`."""
+    """True if the tool of the file knows `key`; its message on an unknown one is added to `unknown`."""
     path, ranks = Path(str(source.foreign["path"])), cast("int | None", source.foreign["ranks"])
     if source.foreign["tool"] == VERL.name:
         if not is_below_a_part(key):
@@ -335,7 +335,7 @@ def _edited(origin: Mapping[str, object], own: Mapping[str, object]) -> str:
 
 
 def can_write(tool: str) -> bool:
-    """Whether changes can be written back into files of this tool."""
+    """True if changes can be written back into files of this tool."""
     return tool in _SAYS
 
 
@@ -345,7 +345,7 @@ def in_own_keys(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, ob
 
 
 def can_say(foreign: Foreign, key: str, value: object) -> bool:
-    """Whether the tool has a key for this change of a recipe."""
+    """True if the tool has a key for this change of a recipe."""
     try:
         in_own_keys(foreign, {key: value})
     except ConfigError:
@@ -405,7 +405,7 @@ def own_words(origin: Mapping[str, object], changes: Mapping[str, object]) -> st
 
 
 def in_16_bits(origin: Mapping[str, object]) -> str:
-    """How the weights are held in bfloat16, in the keys of the file that a recipe was; "" where its tool has none."""
+    """Setting of bfloat16 weights, in the keys of the file that a recipe was; "" if its tool has none."""
     halved = {"dtype": "bfloat16"}
     if not origin:
         return "dtype: bfloat16"
@@ -413,7 +413,7 @@ def in_16_bits(origin: Mapping[str, object]) -> str:
 
 
 def in_own_names(origin: Mapping[str, object], text: str) -> str:
-    """`text` with the names that the file has, for those of the recipe's keys that are no plain words."""
+    """`text` with the names that the file has, for those of the recipe's keys that look unlike plain words."""
     known = own_names(origin)
     other = {key.partition("=")[0] for key in known if "=" in key}  # their values are not as in the text
     names = {key: name for key, name in known.items() if name and "_" in key and key.partition("=")[0] not in other}
@@ -424,7 +424,7 @@ def in_own_names(origin: Mapping[str, object], text: str) -> str:
 
 
 def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """(changes in the keys of the file that a recipe was, the words of those that it has no key for)."""
+    """(changes in the keys of the file that a recipe was, the words of those that it lacks a key for)."""
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
     changes = dict(_flat(changes))
     said = {key: value for key, value in changes.items() if can_say(foreign, key, value)}
@@ -439,7 +439,7 @@ def own_changes(origin: Mapping[str, object], changes: Mapping[str, object]) -> 
 
 
 def wrong_with(origin: Mapping[str, object], changes: Mapping[str, object]) -> tuple[str, ...]:
-    """What the tool refuses of the file that a recipe was, with these changes that it has keys for."""
+    """Parts that the tool refuses of the file that a recipe was, with these changes that it has keys for."""
     own, _ = own_changes(origin, changes)
     return explain(
         Path(str(origin["path"])), text=_edited(origin, own), ranks=cast("int | None", origin["ranks"])
@@ -447,7 +447,7 @@ def wrong_with(origin: Mapping[str, object], changes: Mapping[str, object]) -> t
 
 
 def _flat(changes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """`changes` with what is in the mappings env and launch by itself, as env.NAME."""
+    """`changes` with the content of the mappings env and launch taken apart, as env.NAME."""
     for key, value in changes.items():
         if f"{key}." in (_ENV, _LAUNCH) and isinstance(value, Mapping):
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())
@@ -487,7 +487,7 @@ class OwnFile:
 
 
 def has_key(origin: Mapping[str, object], key: str, values: Iterable[object]) -> bool:
-    """Whether the tool of the file that a recipe was has a key for one of these values of `key`, or its launch does."""
+    """True if the tool of the file that a recipe was has a key for one of these values of `key`, or its launch does."""
     if key.startswith((_ENV, _LAUNCH)):
         return True
     foreign = _read_origin(str(origin["path"]), str(origin["text"]), cast("int | None", origin["ranks"]))
@@ -543,7 +543,7 @@ def _pair(node: yaml.MappingNode, name: str) -> tuple[yaml.Node, yaml.Node] | No
 
 
 def _end(node: yaml.Node) -> int:
-    """Where a node ends: a block's own mark is behind the comments that follow it."""
+    """End of a node: a block's own mark is behind the comments that follow it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -555,7 +555,7 @@ def _flow(value: object) -> str:
 
 
 def stated(path: Path, text: str) -> dict[str, object]:
-    """{key: value} that the `text` of a file of another tool says: of a script what it gives its first training.
+    """{key: value} that the `text` of a file of another tool sets: for a script, the values of its first training.
 
     Raises ConfigError for a YAML that cannot be read.
     """
@@ -583,7 +583,7 @@ def _arguments(words: Sequence[str]) -> dict[str, object]:
 
 
 def _editor(path: Path, tool: str) -> Callable[[str, str, object], str]:
-    """What sets a key to a value in the text of the file `path` of a tool."""
+    """Function that sets a key to a value in the text of the file `path` of a tool."""
     if path.suffix not in SCRIPTS:
         return _in_yaml
     return _in_verls_script if tool == VERL.name else functools.partial(_in_script, folder=path.resolve().parent)

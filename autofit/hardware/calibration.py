@@ -50,13 +50,13 @@ def costs_path(name: str = _HOST) -> Path:
 
 
 def found_path(device: Device) -> Path | None:
-    """The costs file for a simulated `device`: its card's, else this host's; None if neither exists."""
+    """The costs file for a simulated `device`: its card's, else this host's, if one exists."""
     names = (device.removeprefix("sim:"), _HOST)
     return next((path for path in map(costs_path, names) if path.is_file()), None)
 
 
 def host_costs(device: Device) -> "tuple[HostCosts | None, str]":
-    """(costs for a simulated `device` or None for the published ones, their source as text)."""
+    """(costs for a simulated `device`, None for the published ones; their source as text)."""
     path = found_path(device)
     if path is None:
         return None, PUBLISHED
@@ -70,13 +70,13 @@ def host_costs(device: Device) -> "tuple[HostCosts | None, str]":
 
 
 def fingerprint(device: Device) -> str:
-    """The content of the costs file for a simulated `device`; "" without one."""
+    """The content of the costs file for a simulated `device`; "" if there is none."""
     path = found_path(device)
     return "" if path is None else path.read_text()
 
 
 def launch_s(device: Device) -> float | None:
-    """Host seconds of a kernel's launch in the costs file for a simulated `device`. None without one. No torch."""
+    """Host seconds of a kernel's launch in the costs file, if any, for a simulated `device`. Free of torch."""
     record = read_json(path) if (path := found_path(device)) is not None else None
     costs = (record or {}).get("host_costs")
     seconds = costs.get("launch_s") if isinstance(costs, dict) else None
@@ -104,7 +104,7 @@ def measure_for(name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The costs of a card after a real probe on it; None where the probe corrects nothing, and why."""
+    """The costs of a card after a real probe on it; None if the probe corrects none of them, and why."""
 
     costs: "HostCosts | None" = None
     why: str = ""

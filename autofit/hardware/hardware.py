@@ -1,4 +1,4 @@
-"""The devices of this machine, found without torch, and what a recipe asks of a card besides memory.
+"""The devices of this machine, and a recipe's demands on a card besides memory. Free of torch.
 
 GPUs are found through NVML, host memory through the operating system.
 """
@@ -36,11 +36,11 @@ class CardNeeds:
         return not self.lacking(spec)
 
     def lacking(self, spec: GpuSpec) -> tuple[str, ...]:
-        """The features that `spec` does not have, each with its setting in the recipe."""
+        """The features that `spec` lacks, each with its setting in the recipe."""
         return tuple(f"{name} ({said})" for name, least, said in self.features if spec.compute_capability < least)
 
     def check_kernels(self, device: str) -> None:
-        """Raise ConfigError where a simulated card has no kernel that the recipe names: nothing stands in for it."""
+        """Raise ConfigError if a simulated card lacks a kernel that the recipe names, as it has no substitute."""
         spec = _spec(device.removeprefix("sim:"))
         lacking = [said for said in self.lacking(spec) if said.startswith("flash attention 2")]
         if lacking:
@@ -56,7 +56,7 @@ class CardNeeds:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether what trains on `device` may be in bfloat16: not on a card below 8.0; where it is not known, yes."""
+    """True if a training on `device` may be in bfloat16: False on a card below 8.0; True if unknown."""
     if device.startswith("sim:"):
         return _spec(device.removeprefix("sim:")).compute_capability >= BFLOAT16_CAPABILITY
     found = gpus() if device == "cuda" else ()
@@ -64,7 +64,7 @@ def has_bfloat16(device: str) -> bool:
 
 
 def card_needs(values: Mapping[str, object]) -> CardNeeds:
-    """The needs of the recipe `values`, as its YAML states them: what it leaves to defaults asks for nothing."""
+    """The needs of the recipe `values`, as its YAML states them; its defaults need no feature."""
     own = values.get("model_init_kwargs")
     return CardNeeds((*_named(values), *(_named(own) if isinstance(own, Mapping) else ())))
 
@@ -126,7 +126,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def training_device(asked: str) -> str:
-    """The device `asked` for a training, cuda for auto. Raises ConfigError where nothing trains on it."""
+    """The device `asked` for a training, cuda for auto. Raises ConfigError if it is unfit to train."""
     if asked == "sim":
         raise ConfigError("a pipeline trains, so its device must be cpu or cuda; got sim: use `autofit search`")
     if asked != "auto":
@@ -140,13 +140,13 @@ def training_device(asked: str) -> str:
 
 
 def gpu_of_slot(slot_name: str) -> Gpu | None:
-    """The card of a slot such as "cuda-GPU-..." (or "cuda-0"), visible to this process or not: jobs see none."""
+    """The card of a slot such as "cuda-GPU-..." (or "cuda-0"), visible to this process or hidden, as in jobs."""
     name = slot_name.removeprefix("cuda-")
     return next((gpu for gpu in driver_gpus() if name in (gpu.uuid, str(gpu.index))), None)
 
 
 def slices_fault(cards: Iterable[Gpu], needed: int) -> str:
-    """Why `needed` ranks cannot train on `cards`, where MIG slices are among them; "" where they can.
+    """Reason why `needed` ranks fail to train on `cards`, if MIG slices are among them; "" if they can.
 
     A process sees one slice however many are named, and no two slices reach each other's memory (NVIDIA's MIG User
     Guide, "Device Enumeration" and "Application Considerations").
@@ -240,7 +240,7 @@ def card_of_size(size_bytes: int, needs: CardNeeds = NO_NEEDS) -> GpuSpec:
 
 
 def about_choice(device: Device, gpu: str | None, asked_bytes: int | None, needs: CardNeeds) -> str:
-    """Why this simulated card was taken and how to take another, or what a named one lacks; "" where neither is so."""
+    """Reason why this simulated card was taken, with the way to another, or a named one's missing features; else ""."""
     if not device.startswith("sim:"):
         return ""
     spec = _spec(device.removeprefix("sim:"))
@@ -286,7 +286,7 @@ def simulated_twin(device: Device, card: str | None = None) -> Device | None:
 
 
 def about_twin(device: Device, card: str | None = None) -> str:
-    """How the card differs from the one that predicts it, or why none does; "" where nothing is to be said."""
+    """Difference of the card from the one that predicts it, or why none does; "" if there is none to tell."""
     return _twin(device, card)[1] if device == "cuda" else ""
 
 
@@ -345,7 +345,7 @@ _SAME_CHIP = {
 
 
 def card_of(driver_name: str) -> tuple[GpuSpec | None, str]:
-    """(the card that predicts one of that name, how it differs); (None, the reason) where none does."""
+    """(the card that predicts one of that name, its difference); (None, the reason) if none does."""
     if driver_name in _SAME_CHIP:
         name, difference = _SAME_CHIP[driver_name]
         return gpu_spec(name), f"{driver_name} is predicted as {name}: {difference}"
@@ -360,7 +360,7 @@ def card_of(driver_name: str) -> tuple[GpuSpec | None, str]:
 
 
 def _is_virtual(name: str) -> bool:
-    """Whether a name ends as NVIDIA's vGPU profiles do: GB and a letter for the licence ("NVIDIA A40-48Q")."""
+    """True if a name ends as NVIDIA's vGPU profiles do: GB and a letter for the licence ("NVIDIA A40-48Q")."""
     profile = name.rpartition("-")[2]
     return profile[:-1].isdigit() and profile[-1:] in "ABCQ" and "-" in name
 
@@ -379,7 +379,7 @@ def board_of(kind: str) -> str:
 
 
 def is_of_kind(gpu: Gpu, kind: str) -> bool:
-    """Whether the card is of `kind`. Capacities of one board differ a little from driver to driver."""
+    """True if the card is of `kind`. Capacities of one board differ a little from driver to driver."""
     if kind in GPU_SPECS:
         spec, difference = card_of(gpu.name)
         asked = GPU_SPECS[kind]  # of a name that is sold with several sizes, the one of its size: "RTX 4060 Ti 16GB"

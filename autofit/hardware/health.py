@@ -1,4 +1,4 @@
-"""The cards that this process sees, how they are used, and what is wrong with them. No torch here.
+"""The cards that this process sees, their use, and their faults. Free of torch.
 
 NVML does not tell past Xid errors; the counters and states that they leave behind are read instead. Imports no torch.
 """
@@ -55,7 +55,7 @@ class Look:
 
 
 def look_at_cards(*, visible: str | None = None, answer_s: float = _ANSWER_S) -> Look:
-    """The visible cards and their faults; a driver that does not answer within `answer_s` seconds is a fault.
+    """The visible cards and their faults; a driver that exceeds `answer_s` seconds is a fault.
 
     `visible` is the CUDA_VISIBLE_DEVICES to look by; None: this process' own.
     """
@@ -100,7 +100,7 @@ def _named(gpu: Gpu) -> str:
 
 
 def _broken(nvml: Any, handle: Any) -> Iterator[str]:
-    """What NVML's counters say is broken. A card that has no such counter, or a MIG slice, says nothing."""
+    """Faults shown by NVML's counters. Empty for a card that lacks such a counter, and for a MIG slice."""
     with suppress(nvml.NVMLError):
         kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter):
@@ -115,7 +115,7 @@ def _broken(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _held(nvml: Any, handle: Any) -> str:
-    """Who else holds the card; "" where nobody does, or nobody any more after some seconds."""
+    """Other holders of the card, in words; "" if it is free, or becomes so within some seconds."""
     deadline = time.monotonic() + _FREED_WITHIN_S
     while words := _holders(nvml, handle):
         if time.monotonic() > deadline:
@@ -141,7 +141,7 @@ def _holding(held: int | None) -> str:
 
 
 def _has_desktop(nvml: Any, handle: Any) -> bool:
-    """Whether programs draw on the card: what they hold counts as used, and stays."""
+    """True if programs draw on the card: their bytes count as used, and stay."""
     if os.path.exists("/dev/dxg"):  # Windows' own, below WSL
         return True
     with suppress(nvml.NVMLError):
@@ -150,7 +150,7 @@ def _has_desktop(nvml: Any, handle: Any) -> bool:
 
 
 def _is_mps(pid: int) -> bool:
-    """Whether the process is the server of CUDA's MPS, which is there for everyone."""
+    """True if the process is the server of CUDA's MPS, which is there for everyone."""
     with suppress(psutil.Error):
         return psutil.Process(pid).name().startswith("nvidia-cuda-mps")
     return False
@@ -173,7 +173,7 @@ def _owner(pid: int) -> str:
 
 
 def compiling_faults() -> str:
-    """What this machine cannot compile, in words; "" where it has a C and a C++ compiler and no build was cut off.
+    """Faults of compilation on this machine, in words; "" if it has a C and a C++ compiler and all builds are whole.
 
     Triton builds its driver with CC, gcc or clang at the first of its kernels (triton/runtime/build.py), and DeepSpeed
     its optimizer of the host with CXX or c++ (torch.utils.cpp_extension).
@@ -206,7 +206,7 @@ def _locks_of_builds() -> list[Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardUse:
-    """A card, or a slice of one, at one moment. None where its driver does not tell."""
+    """A card, or a slice of one, at one moment. None if its driver hides the figure."""
 
     gpu: Gpu
     device_used_bytes: int
@@ -226,7 +226,7 @@ class ProcessUse:
         return frozenset(self.cpu_s)
 
     def __or__(self, other: "ProcessUse") -> "ProcessUse":
-        """Both, if none is in the other."""
+        """The sum of both, which must be disjoint."""
         return ProcessUse(rss_bytes=self.rss_bytes + other.rss_bytes, cpu_s={**self.cpu_s, **other.cpu_s})
 
     def cpu_s_since(self, before: "ProcessUse") -> float:
@@ -235,7 +235,7 @@ class ProcessUse:
 
 
 def card_uses() -> tuple[CardUse, ...]:
-    """Every card of this machine that works, in the order of the PCI bus; empty without a driver."""
+    """Every card of this machine that works, in the order of the PCI bus; empty if there is no driver."""
     with started() as nvml:
         if nvml is None:
             return ()
@@ -257,7 +257,7 @@ def _utilisation(nvml: Any, handle: Any) -> float | None:
 
 
 def card_processes(nvml: Any, handle: Any) -> tuple[tuple[int, int | None], ...] | None:
-    """(pid, bytes) of each process that computes on the card; None where the driver does not tell."""
+    """(pid, bytes) of each process that computes on the card; None if the driver hides them."""
     try:
         found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
@@ -266,7 +266,7 @@ def card_processes(nvml: Any, handle: Any) -> tuple[tuple[int, int | None], ...]
 
 
 def tree_use(pid: int) -> ProcessUse | None:
-    """What the process `pid` and its descendants use; None if it is gone."""
+    """Use of the process `pid` and its descendants, if it is alive."""
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -307,7 +307,7 @@ class HostUse:
     at_s: float  # of the monotonic clock
 
     def utilisation_since(self, earlier: "HostUse | None") -> float | None:
-        """The share of all cores that was busy since `earlier`; None without it."""
+        """The share of all cores that was busy since `earlier`, if it is given."""
         if earlier is None or self.at_s <= earlier.at_s:
             return None
         return min(1.0, max(0.0, (self.busy_s - earlier.busy_s) / ((self.at_s - earlier.at_s) * self.cores)))

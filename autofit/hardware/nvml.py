@@ -1,4 +1,4 @@
-"""The CUDA cards that the driver lists, through NVML, which starts no CUDA. Imports no torch.
+"""The CUDA cards that the driver lists, through NVML, which leaves CUDA unstarted. Free of torch.
 
 A card in MIG mode is listed as its slices: CUDA programs see these, and not the card.
 """
@@ -30,7 +30,7 @@ class Gpu:
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a part of a card in MIG mode."""
+        """True if it is a part of a card in MIG mode."""
         return self.uuid.startswith("MIG-")
 
     @classmethod
@@ -42,7 +42,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """What the driver tells of this machine's cards."""
+    """The driver's report of this machine's cards."""
 
     gpus: tuple[Gpu, ...] = ()  # in the order of the PCI bus
     refused: tuple[str, ...] = ()  # a line for each card that the driver does not give: lost, or not permitted
@@ -51,7 +51,7 @@ class Cards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardState:
-    """How a card runs at one moment. None where its driver does not tell."""
+    """State of a card at one moment. None if its driver hides the figure."""
 
     sm_clock_mhz: int | None
     power_w: float | None  # the mean over the last second on Ampere and later (nvmlDeviceGetPowerUsage)
@@ -60,12 +60,12 @@ class CardState:
 
 
 def driver_gpus() -> tuple[Gpu, ...]:
-    """Every card of this machine that works, in the order of the PCI bus; empty without a driver."""
+    """Every card of this machine that works, in the order of the PCI bus; empty if there is no driver."""
     return driver_cards().gpus
 
 
 def driver_cards() -> Cards:
-    """The cards of this machine that work, and those that its driver refuses; none without a driver."""
+    """The cards of this machine that work, and those that its driver refuses; empty if there is no driver."""
     import pynvml
 
     try:
@@ -79,7 +79,7 @@ def driver_cards() -> Cards:
 
 
 def handle_of(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of the card or slice that CUDA calls `uuid`, given with or without "GPU-" or "MIG-"."""
+    """NVML's handle of the card or slice that CUDA calls `uuid`, with its "GPU-" or "MIG-" optional."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names[:-1]:
         try:
@@ -90,7 +90,7 @@ def handle_of(nvml: Any, uuid: str) -> Any:
 
 
 def used_bytes(nvml: Any, handle: Any) -> int:
-    """Bytes in use on a card, without the driver's own reserve where the driver tells them apart (from R510)."""
+    """Bytes in use on a card, less the driver's own reserve if the driver tells them apart (from R510)."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except (nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
@@ -98,7 +98,7 @@ def used_bytes(nvml: Any, handle: Any) -> int:
 
 
 def card_state(nvml: Any, handle: Any) -> CardState:
-    """Clock, power, temperature and slowdowns of a card now. A MIG slice tells none of them."""
+    """Clock, power, temperature and slowdowns of a card now. All are hidden for a MIG slice."""
 
     def told(name: str, *arguments: object) -> Any:
         try:
@@ -117,7 +117,7 @@ def card_state(nvml: Any, handle: Any) -> CardState:
 
 @contextmanager
 def started(*, problems: bool = False) -> Iterator[Any]:
-    """pynvml with NVML started, or None where it does not start; with `problems` its error is raised."""
+    """Context of pynvml with NVML started, or None if it fails to start; with `problems` its error is raised."""
     import pynvml
 
     try:
@@ -146,7 +146,7 @@ def of_each_card(nvml: Any, read: Callable[[Any, int], _Read]) -> tuple[list[_Re
 
 
 def _handles(nvml: Any, index: int) -> Iterator[Any]:
-    """The handle of a card, or those of its slices where it is in MIG mode."""
+    """The handle of a card, or those of its slices if it is in MIG mode."""
     card = nvml.nvmlDeviceGetHandleByIndex(index)
     if not _in_mig_mode(nvml, card):
         yield card
@@ -217,7 +217,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def why_none() -> str:
-    """The reason, in words, why no card is visible here."""
+    """The reason, in words, why this process sees no card."""
     cards, named = driver_cards(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if cards.problem:
         return f"its driver does not start ({cards.problem})"
@@ -227,7 +227,7 @@ def why_none() -> str:
 
 
 def _indices_are_along_the_bus(cards: Cards) -> bool:
-    """Whether CUDA's index of a card is NVML's: by the user's setting, or because every card is alike, and works."""
+    """True if CUDA's index of a card is NVML's: by the user's setting, or because every card is alike, and works."""
     if cards.refused or any(gpu.is_slice for gpu in cards.gpus):
         return False
     alike = len({(gpu.name, gpu.capacity_bytes) for gpu in cards.gpus}) == 1

@@ -1,4 +1,4 @@
-"""What an hour of a card costs: autofit's dated list of public prices, with a user's own file laid over it."""
+"""Cost of an hour of a card: autofit's dated list of public prices, with a user's own file laid over it."""
 
 import math
 import os
@@ -30,7 +30,7 @@ class Price:
 
 
 def prices(given: StatedPrices | None = None) -> dict[str, Price]:
-    """{name of a card: its price}: autofit's list, and over it what is `given`. Raises ConfigError."""
+    """{name of a card: its price}: autofit's list, overlaid by the `given` one. Raises ConfigError."""
     shipped = resources.files("autofit.hardware") / "prices.yaml"
     with resources.as_file(shipped) as path:
         found = _read(read_yaml_mapping(path, what="price list"), "autofit's price list", "")

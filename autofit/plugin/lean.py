@@ -1,4 +1,4 @@
-"""Imports of libraries without what a training seldom uses.
+"""Lazy imports of the parts of libraries that a training seldom uses.
 
 Libraries import other libraries for a function that a training of a language model never calls. Such an import is put
 off until the call; nothing is left out. The seconds are of CPU time, as `python -X importtime` shares them out
@@ -26,7 +26,7 @@ _LOADED_ON_USE = ("mlflow",)
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Context in which what is imported puts off such imports; imports torch.
+    """Context in which imported libraries put off such imports; imports torch.
 
     A trainer of TRL takes 4.0 s of CPU time in it, and 6.9 s without (2026-11-26).
     """

@@ -1,4 +1,4 @@
-"""The adapter for a plain torch loop: what a training of one's own says in a few methods becomes a trainer.
+"""The adapter for a plain torch loop: a training of one's own becomes a trainer by a few methods.
 
 `Loop` is one training: its model, its optimizer, the micro-batches of a step and the loss of one of them. `LoopTrainer`
 is the trainer: the keys of its recipe (a dataclass), its longest sample, and how a loop is made. trainers/README.md
@@ -52,11 +52,11 @@ _STATE = "loop.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a loop is to be made.
+    """Arguments for making a loop.
 
     `sample` is given in a probe: train random weights on that sample alone, at full length. With `proof` the loop is a
-    run of a gradient proof: small models in float32 without dropout, and samples that depend on nothing but their
-    number in the optimizer step.
+    run of a gradient proof: small models in float32 with no dropout, and samples that depend only on their number in
+    the optimizer step.
     """
 
     device: torch.device
@@ -65,14 +65,14 @@ class Setup:
 
     @property
     def random_weights(self) -> bool:
-        """Whether weights are made from a model's config; a probe and a proof download none."""
+        """True if weights are made from a model's config; a probe and a proof download none."""
         return self.sample is not None or self.proof
 
 
 class Loop(ABC):
     """One training. autofit calls `micro_batches` once an optimizer step, `loss` for each, and steps the optimizer."""
 
-    model: torch.nn.Module  # what is trained
+    model: torch.nn.Module  # the trained model
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
@@ -87,12 +87,12 @@ class Loop(ABC):
         """A micro-batch's share of the loss of its optimizer step: the shares of a step add up to the step's loss."""
 
     def logs(self) -> Mapping[str, float]:
-        """What to log of the step that has just ended, besides the loss."""
+        """Values to log of the step that has just ended, besides the loss."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides weights, optimizer and random state (a scheduler's state); tensors,
-        numbers and text."""
+        """Content of a checkpoint besides weights, optimizer and random state (a scheduler's state); tensors, numbers
+        and text."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most loops have nothing to continue)
@@ -163,7 +163,7 @@ class LoopRun:
         return SampleFacts(rows=None)
 
     def save_on_the_spot(self) -> bool:
-        """Save the last finished step's checkpoint after a failed step; False where it would not be exact.
+        """Save the last finished step's checkpoint after a failed step; False if it would be inexact.
 
         A loop with a state of its own may have moved it in the failed step.
         """
@@ -266,7 +266,7 @@ class LoopTrainer(ABC):
         return {}
 
     def model_name(self, settings: Any) -> str:
-        """What is trained, in words."""
+        """Name of the trained model, in words."""
         return str(getattr(settings, "model", self.name))
 
     @property
@@ -307,7 +307,7 @@ class LoopTrainer(ABC):
                 "remove it, or make the trainer a transformers.Trainer, which accelerate puts on several"
             )
         settings = self.parse(values)
-        self.steps(settings)  # a missing one is said before the search, not after it
+        self.steps(settings)  # reports a missing one before the search, not after it
         asked = inspection.prompt_tokens
         made_up = asked is not None
         sample: dict[str, Any] = {"tokens": asked} if made_up else self.longest_sample(settings)

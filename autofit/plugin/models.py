@@ -17,7 +17,7 @@ _REACHED_S = 3.0
 
 
 def go_offline_without_a_hub() -> None:
-    """Tell the hub's client to stay offline when the hub cannot be reached; it would retry for 23 s a file."""
+    """Tell the hub's client to stay offline if the hub is unreachable; it would retry for 23 s a file."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -28,7 +28,7 @@ def go_offline_without_a_hub() -> None:
 
 
 def _is_reached(address: tuple[str, int]) -> bool:
-    """Whether `address` takes a connection within 3 s: the look-up of its name has no limit of its own."""
+    """True if `address` takes a connection within 3 s: the look-up of its name is unlimited by itself."""
     reached = threading.Event()
 
     def connect() -> None:
@@ -42,7 +42,7 @@ def _is_reached(address: tuple[str, int]) -> bool:
 
 
 def go_offline() -> None:
-    """Tell the hub's client to fetch nothing in this process."""
+    """Turn off all fetches of the hub's client in this process."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -1,4 +1,4 @@
-"""What a trainer tells autofit: one typed protocol, for TRL's trainers, RLOO and a loop of one's own alike.
+"""The interface of trainers: one typed protocol, for TRL's trainers, RLOO and a loop of one's own alike.
 
 A trainer is one object that is named as `module:object`, or by an entry point of the group `autofit.trainers`. It is
 only loaded in processes that may import torch (the fork server's children, a proof, a promoted run); the search itself
@@ -28,12 +28,12 @@ VALUES, CRITIC = "values", "update critic"  # of PPO's critic: of all samples, a
 BEFORE_UPDATE = (WAKE_UP, SYNC, ROLLOUT, SCORING, LOG_PROBS, REFERENCE, VALUES, CRITIC, LOADING)
 EVALUATION = "evaluation"  # between two steps: only the loss, of samples that are not trained
 IN_ORDER = (LOAD, *BEFORE_UPDATE, UPDATE, OPTIMIZER, EVALUATION, SAVE)  # as a person is shown them
-MOST_PROMPT_TOKENS = 4_194_304  # a sample of so many takes 2 GB of the host while it is made
+MOST_PROMPT_TOKENS = 4_194_304  # a sample of this length takes 2 GB of the host while it is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a recipe means to its trainer, as plain values: all that the search knows of the trainer.
+    """Meaning of a recipe to its trainer, as plain values: all that the search knows of the trainer.
 
     `tiers` has the knobs that change more under this recipe than their space declares (a loss that weighs micro-batches
     by themselves makes the split `approximate`). `compared` has the keys that the trainer's gradient proof trains with:
@@ -61,7 +61,7 @@ class Facts:
     vocab_size: int | None = None
     embedding_parameters: int | None = None  # of the input embeddings, and of the head where it has its own
     tile_tokens: int | None = None  # tokens of a micro-batch that the loss works on at once; None: all of them
-    forecasts: bool = False  # whether traces of few layers tell the bytes of all: one architecture that repeats
+    forecasts: bool = False  # True if traces of few layers give the bytes of all: one architecture that repeats
     read_by: Mapping[str, tuple[tuple[str, ...], ...]] = field(
         default_factory=dict
     )  # {phase: groups of keys}: `Visits`
@@ -87,10 +87,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstCase:
-    """The folder in which a trainer's `inspect` left its longest sample, and what it noted of that sample."""
+    """The folder in which a trainer's `inspect` left its longest sample, and its notes on that sample."""
 
     path: Path
-    padded: bool | None = None  # whether its batches have padding; None: as its facts say (`is_padded`)
+    padded: bool | None = None  # True if its batches have padding; None: by its facts (`is_padded`)
 
     @property
     def folder(self) -> Path:
@@ -98,13 +98,13 @@ class WorstCase:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `inspect` noted: JSON."""
+        """Notes of `inspect`, as JSON."""
         return written_json(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What `Trainer.inspect` is asked: leave the longest sample in `worst_case`.
+    """Arguments of `Trainer.inspect`, which leaves the longest sample in `worst_case`.
 
     On a simulated card `prompt_tokens` asks for a synthetic sample of that many tokens in place of the data: the
     longest of samples that differ in length, as those of text do, so batches of it have padding. `changed` has the keys
@@ -121,7 +121,7 @@ class Inspection:
 
     @property
     def many(self) -> bool:
-        """Whether several ranks train in the end."""
+        """True if several ranks train in the end."""
         return (self.ranks if self.cards is None else self.cards) > 1
 
     @property
@@ -131,10 +131,10 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a run is for.
+    """Purpose of a run.
 
     With `worst_case` it trains random weights on that sample alone, every sequence at full length, for `steps`
-    optimizer steps; without, it trains what the recipe says, and logs every step.
+    optimizer steps; by default, it trains the recipe as written, and logs every step.
     """
 
     device: str
@@ -145,7 +145,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """What the receiver of a report wants after an optimizer step."""
+    """Wishes of the receiver of a report after an optimizer step."""
 
     save: bool = False  # a checkpoint besides those of the recipe, in `own_checkpoints`
     stop: bool = False
@@ -158,7 +158,7 @@ def own_checkpoints(output: Path) -> Path:
 
 
 class Report:
-    """Where a run says what it does: here only its phases follow from that. A receiver overrides what it wants."""
+    """Receiver of a run's progress: here only its phases follow from that. A subclass overrides the rest."""
 
     def enter(self, phase: str) -> str:
         """The run goes on in `phase`; the phase that it left."""
@@ -166,12 +166,12 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside is the phase `name`. After an error the phase stays where the error happened."""
+        """Context whose content is the phase `name`. After an error the phase stays at the place of the error."""
         left = self.enter(name)
         yield
         self.enter(left)
 
-    leaves_out = False  # whether the receiver repeats micro-batches that are alike by itself
+    leaves_out = False  # True if the receiver itself repeats micro-batches that are alike
     one_in_first_step: Literal["", "first", "last"] = ""  # the micro-batch that is enough for the receiver in that step
 
     def train_begins(self) -> None: ...
@@ -180,7 +180,7 @@ class Report:
         """A micro-batch of many that are alike begins, or is left out because the receiver repeats it."""
 
     def last_are_alike(self) -> bool:
-        """Whether the last two of them that were computed needed the same memory: others like them may be left out."""
+        """True if the last two computed ones needed the same memory: others like them may be left out."""
         return True
 
     def step_begins(self, step: int) -> None:
@@ -191,7 +191,7 @@ class Report:
         """The gradients of one micro-batch are added, and another follows before the optimizer."""
 
     def gradient_is_whole(self, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
-        """Every gradient of the optimizer step is accumulated, and the optimizer has not used them yet."""
+        """Called when every gradient of the optimizer step is accumulated, before the optimizer uses them."""
         self.enter(OPTIMIZER)
 
     def optimizer_ends(self) -> None:
@@ -208,11 +208,11 @@ class Report:
         """Every file of `checkpoint` is written, in a whole number of optimizer steps."""
 
     def save_failed(self, checkpoint: Path, error: Exception) -> bool:
-        """Whether the run goes on without `checkpoint`, which `error` kept from being written."""
+        """True if the run goes on although `error` kept `checkpoint` from being written."""
         return False
 
     def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
-        """What the trainer logs of step number `step` of `last_step`: loss, reward, lengths, ..."""
+        """Called with the trainer's log of step number `step` of `last_step`: loss, reward, lengths, ..."""
 
 
 class Run(Protocol):
@@ -230,22 +230,22 @@ class Run(Protocol):
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Prompt and completion tokens of one optimizer step of one rank at full length; None: not known."""
+        """Prompt and completion tokens of one optimizer step of one rank at full length, if known."""
         ...
 
     @property
     def scoring_share(self) -> float:
-        """How often what is scored once before training happens for each optimizer step of the whole training; or 0."""
+        """Number of scorings before training for each optimizer step of the whole training; or 0."""
         ...
 
     @property
     def rollout_share(self) -> float:
-        """How often a rollout happens in the recipe for each one in a simulated step: below 1 if a probe makes more."""
+        """Number of rollouts in the recipe for each one in a simulated step: below 1 if a probe makes more."""
         ...
 
     @property
     def steps_between_saves(self) -> int:
-        """A checkpoint continues exactly after multiples of so many optimizer steps (a rollout in use is not saved)."""
+        """Steps between checkpoints from which a run continues exactly (a rollout in use is left unsaved)."""
         ...
 
     @property
@@ -258,17 +258,17 @@ class Run(Protocol):
         ...
 
     def checkpoint_is_whole(self, checkpoint: Path) -> bool:
-        """Whether training can continue from `checkpoint`, which may have been torn by a kill while it was saved."""
+        """True if training can continue from `checkpoint`, which may have been torn by a kill while it was saved."""
         ...
 
     def save_model(self, folder: Path) -> None:
-        """What was trained, for use after training."""
+        """Save the trained weights, for use after training."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """What decides whether another micro-batch trains on the same samples with the same weights."""
+    """Facts that decide whether another micro-batch trains on the same samples with the same weights."""
 
     rows: int | None  # samples or prompts of an epoch; None: not known
     last_step: int | None = None  # of the whole training
@@ -281,13 +281,13 @@ class SampleFacts:
 
 @runtime_checkable
 class Rescuable(Protocol):
-    """What a `Run` may offer besides, so that a step that runs out of memory loses nothing."""
+    """Optional part of a `Run`, so that a step that runs out of memory keeps the steps before it."""
 
     @property
     def sample_facts(self) -> SampleFacts: ...
 
     def save_on_the_spot(self) -> bool:
-        """Save the last finished step's checkpoint after a failed step; False where it would not be exact."""
+        """Save the last finished step's checkpoint after a failed step; False if it would be inexact."""
         ...
 
 
@@ -299,12 +299,12 @@ class SmallTrainings(Protocol):
 
     @property
     def model(self) -> str:
-        """What the small model is, in words."""
+        """Description of the small model, in words."""
         ...
 
     @property
     def stand_in(self) -> str | None:
-        """Why another architecture stands in for the recipe's; None: it does not."""
+        """Reason why another architecture stands in for the recipe's, if one does."""
         ...
 
     @property
@@ -319,7 +319,7 @@ class SmallTrainings(Protocol):
 
     @property
     def divided_by(self) -> int:
-        """By how much the accumulation of every recipe was divided, so that a step is small; 1: not at all."""
+        """Divisor of the accumulation of every recipe, so that a step is small; 1: undivided."""
         ...
 
     def run(self, name: str) -> Run:
@@ -346,7 +346,7 @@ class Visits(Protocol):
 
 
 class Trainer(Protocol):
-    """What a trainer tells. `space` is the path of its default search space, `keys` those that batch its samples."""
+    """Interface of a trainer. `space` is the path of its default search space, `keys` those that batch its samples."""
 
     name: str
     keys: BatchKeys
@@ -355,7 +355,7 @@ class Trainer(Protocol):
     def space(self) -> Path: ...
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
-        """What the recipe `values` means; leaves its longest sample in `inspection.worst_case`. Raises ConfigError."""
+        """Facts of the recipe `values`; leaves its longest sample in `inspection.worst_case`. Raises ConfigError."""
         ...
 
     def build(self, values: Mapping[str, object], task: Task) -> Run:
@@ -363,14 +363,14 @@ class Trainer(Protocol):
         ...
 
     def layers(self, values: Mapping[str, object], worst_case: WorstCase) -> Any:
-        """The transformers config of the model's layers, for `Facts.forecasts`; asked for nothing else."""
+        """The transformers config of the model's layers, only for `Facts.forecasts`."""
         ...
 
     def small_trainings(
         self, recipes: Mapping[str, Mapping[str, object]], folder: Path, *, most_samples: int, most_steps: int,
         ranks: Mapping[str, int] | None = None,
     ) -> SmallTrainings:  # fmt: skip
-        """The trainings of a gradient proof, with files in `folder`. Raises ConfigError where there can be none.
+        """The trainings of a gradient proof, with files in `folder`. Raises ConfigError if there is none.
 
         `ranks` has the ranks of every recipe where one has several: `run` is then called in a process of each rank.
         """
@@ -381,7 +381,7 @@ class VisitedTrainer(Trainer, Protocol):
     """A trainer whose `Facts` have `read_by`."""
 
     def visits(self, values: Mapping[str, object], task: Task, report: Report) -> Visits:
-        """The phases of the recipe `values`, after a whole step that is told to `report`."""
+        """The phases of the recipe `values`, after a whole step that is reported to `report`."""
         ...
 
 
@@ -389,7 +389,7 @@ _ATTENTION = ("sdpa", "eager")
 
 
 def compared_attention(value: object) -> bool:
-    """Whether the attention named `value` is one that the proof runs."""
+    """True if the attention named `value` is one that the proof runs."""
     return value is None or value in _ATTENTION
 
 
@@ -423,7 +423,7 @@ class SampleLengths:
         return cls(longest=kept[:KEPT], most=most, least=0 if others else kept[-1], **more)
 
     def padded(self, micro_batch: int, limit: int | None) -> bool:
-        """Whether the worst micro-batch, its samples cut to `limit` tokens, has padding.
+        """True if the worst micro-batch, its samples cut to `limit` tokens, has padding.
 
         A rollout of prompts that differ has padding in each micro-batch but one of a single completion: TRL shuffles
         the completions, which end at different lengths too. Of samples that fill what they are cut from, the few
@@ -444,7 +444,7 @@ class SampleLengths:
 
 
 def is_padded(facts: Mapping[str, Any], micro_batch: int, limit: int | None) -> bool:
-    """`Lengths.padded` of a worst case's facts; False where its trainer says nothing of lengths."""
+    """`Lengths.padded` of a worst case's facts; False if its trainer leaves out lengths."""
     lengths = facts.get("lengths")
     if lengths is None:
         return False

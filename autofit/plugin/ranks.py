@@ -97,7 +97,7 @@ class _InPlaceReduceScatter(_Buffers):
 
 LOOPBACK = "127.0.0.1"
 _KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME")  # what accelerate's imports may need
-_NOT_OURS = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # whoever starts the ranks chooses their cards
+_NOT_OURS = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # the starter of the ranks chooses their cards
 _SCRIPT = "script"  # the launcher wants the name of one; nothing runs it
 
 
@@ -127,7 +127,7 @@ def rank_environment(launch: Launch, *, rank: int, port: int, device: str, addre
 
 @contextmanager
 def as_rank(launch: Launch, *, rank: int, port: int, device: str, address: str = LOOPBACK) -> Iterator[None]:
-    """Context in which this process trains as `rank` of `launch`; nothing changes for a launch of one plain rank.
+    """Context in which this process trains as `rank` of `launch`; a no-op for a launch of one plain rank.
 
     `device` is `cpu` (gloo) or `cuda` (NCCL, the card number LOCAL_RANK of the visible ones). The process group ends
     with the context, unless an error leaves it: then the other ranks may never reach the end.
@@ -183,7 +183,7 @@ def _of_accelerate(launch: Launch, port: int) -> dict[str, str]:
 
 @contextmanager
 def _clean_environment() -> Iterator[dict[str, str]]:
-    """Context without the variables of an earlier launch; yields the environment in it."""
+    """Context that hides the variables of an earlier launch; yields the environment in it."""
     kept = {key: value for key, value in os.environ.items() if key in _KEPT}
     with mock.patch.dict(os.environ, kept, clear=True):
         yield dict(kept)
@@ -191,7 +191,7 @@ def _clean_environment() -> Iterator[dict[str, str]]:
 
 # ----------------------------------------------------------------------------------------------- on the simulated card
 
-_NO_PORT = 1  # of the rank's environment: a fake process group connects to nobody
+_NO_PORT = 1  # of the rank's environment: a fake process group makes no connection
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def simulated_rank(launch: Launch, rank: int = 0, *, device: str = "sim:a100-80g
 
 
 def share_differs(model: torch.nn.Module, launch: Launch) -> bool:
-    """Whether the last rank holds less of a trained model than rank 0: a first dimension that the ranks do not divide.
+    """True if the last rank holds less of a trained model than rank 0: a dimension that the ranks leave undivided.
 
     FSDP1 and ZeRO pad, so that the shares of all ranks are equal; so are copies of the whole.
     """

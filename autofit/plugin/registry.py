@@ -1,4 +1,4 @@
-"""Trainers by name, found as `module:object` or by entry point, and what is wrong with a recipe before torch loads.
+"""Trainers by name, found as `module:object` or by entry point, and checks of a recipe before torch loads.
 
 An installed trainer may have an early check: an entry point of the group `autofit.early_checks` with its name. It is a
 function of (name, values, Inspection) that imports nothing heavy and raises ConfigError, in the same words, for what
@@ -41,7 +41,7 @@ def names() -> tuple[str, ...]:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is an installed trainer or has the form module:object. Imports no trainer."""
+    """Raise ConfigError unless `name` is an installed trainer or has the form module:object; reads names only."""
     module, colon, target = name.partition(":")
     if colon and (not target or not all(part.isidentifier() for part in [*module.split("."), *target.split(".")])):
         raise ConfigError(f"{option('trainer')} takes module:object, for example my_loop:TRAINER; got {name!r}")
@@ -79,7 +79,7 @@ def code_hash(name: str) -> str:
 
 
 def load(name: str) -> Trainer:
-    """The trainer `name`, imported. Raises ConfigError where it cannot be imported or tells too little."""
+    """The trainer `name`, imported. Raises ConfigError if its import fails or it is incomplete."""
     from autofit.plugin.lean import lean_imports
 
     check_name(name)
@@ -123,7 +123,7 @@ BYTES_GROUP = "autofit.early_bytes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """A recipe of which nothing is wrong that is told at once."""
+    """A recipe that passed all immediate checks."""
 
     trainer: str
     read: Launched
@@ -131,7 +131,7 @@ class Looked:
 
     @property
     def held_bytes(self) -> Mapping[str, int]:
-        """{what: bytes} that the training surely holds on its card; {} where nothing is certain."""
+        """{part: bytes} that the training surely holds on its card; {} if all are uncertain."""
         points = entry_points(group=BYTES_GROUP, name=self.trainer) if self.read.launch.is_plain else ()
         values = opened(self.read.values)
         return next((point.load()(self.trainer, values, self.inspection) for point in points), {})
@@ -141,7 +141,7 @@ def check_source_early(
     source: Source, *, trainer: str | None, device: str, changes: Mapping[str, object],
     prompt_tokens: int | None = None, launch: LaunchOptions = NO_OPTIONS,
 ) -> Looked:  # fmt: skip
-    """Raise ConfigError for what is wrong with `source` and `changes` over it, as far as it can be told at once."""
+    """Raise ConfigError for errors in `source` and `changes` over it, as far as they are found at once."""
     values = merge(source.values, changes)
     named = trainer_for({**source.values, **changes}, trainer or source.trainer)
     read = launched(values, launch, of=profile(named), own=source.launch)
@@ -155,9 +155,9 @@ def check_early(
     source: Source, values: Mapping[str, object], *, trainer: str, device: str, changed: Sequence[str],
     prompt_tokens: int | None, ranks: int,
 ) -> None:  # fmt: skip
-    """Raise ConfigError where the early check of `trainer` refuses `values`: the recipe without its launch.
+    """Raise ConfigError if the early check of `trainer` refuses `values`: the recipe less its launch.
 
-    What is refused of `changed` keys alone is told as that option's.
+    An error in `changed` keys alone is reported as that option's.
     """
     inspection = _inspection(values, device, changed, prompt_tokens, ranks)
     _check(source, values, trainer=trainer, inspection=inspection, changed=changed)
@@ -192,15 +192,15 @@ _MODEL = "model_name_or_path"
 
 
 def explained(words: Sequence[str], changes: Mapping[str, object], *, ranks: int | None = None) -> Explanation:
-    """What a file of another tool says, or a command, with `changes` in the tool's own keys.
+    """Meaning of a file of another tool, or a command, with `changes` in the tool's own keys.
 
-    `words` are the file's path, a command in one text, or its words. Raises ConfigError for what is of none of the
+    `words` are the file's path, a command in one text, or its words. Raises ConfigError for text of none of the
     tools, and for a change that the tool does not take.
     """
     found, source = read(words, changes, ranks=ranks)
     if source is None:
         return found
-    # in the place of the model a path that is there, of which nothing is known
+    # in place of the model an existing path with no known facts
     values = {**source.values, _MODEL: os.devnull} if source.values.get(_MODEL) else source.values
     try:  # keys and values that the trainer does not take: not what lies on another machine
         check_source_early(

@@ -19,7 +19,7 @@ from autofit.recipe.secrets import masked
 class Spot(TrainerCallback):  # type: ignore[misc]
     """Remembers, between two optimizer steps, what the next step will change besides weights and optimizer.
 
-    A checkpoint is saved at the end of a step, so this is what a checkpoint of that moment would hold. Costs some
+    A checkpoint is saved at the end of a step, so this is the content of a checkpoint of that moment. Costs some
     microseconds a step.
     """
 
@@ -53,7 +53,7 @@ class Spot(TrainerCallback):  # type: ignore[misc]
             self._kept = (copy.copy(state), float(self._trainer.current_flos), RandomStates.now())
 
     def save(self) -> bool:
-        """Save the checkpoint of the last finished step. False where it would not be exact, and nothing is saved.
+        """Save the checkpoint of the last finished step. False, leaving it unsaved, if it would be inexact.
 
         Weights and optimizer are those of the last finished step until the optimizer begins.
         """
@@ -120,7 +120,7 @@ class TransformersRun:
 
     @property
     def rollout_every(self) -> int:
-        """Micro-batches in a row: of a rollout, or of a step on one sample; 0 where none may be left out."""
+        """Micro-batches in a row: of a rollout, or of a step on one sample; 0 if all must run."""
         one_row = getattr(self.trainer, "repeats_one_row", False)
         return int(self.trainer.args.gradient_accumulation_steps) if one_row else 0
 
@@ -151,10 +151,10 @@ class TransformersRun:
         self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
 
     def before_resuming(self, checkpoint: Path) -> None:
-        """Put right what the trainer does not continue exactly by itself; nothing here."""
+        """Correct the state that the trainer resumes inexactly by itself; here there is none."""
 
     def save_on_the_spot(self) -> bool:
-        """Save the last finished step's checkpoint after a failed step; False where it would not be exact."""
+        """Save the last finished step's checkpoint after a failed step; False if it would be inexact."""
         self._reporter.request_save()
         return self._spot.save()
 
@@ -168,7 +168,7 @@ class TransformersRun:
         return SampleFacts(rows=rows, last_step=last, drops_last=drops, weighs_alike=self.weighs_samples_alike)
 
     def checkpoint_is_whole(self, checkpoint: Path) -> bool:
-        """Whether every file is there that the trainer continues from; a kill while saving leaves some out."""
+        """True if every file is there that the trainer continues from; a kill while saving leaves some out."""
         if not all(any(any(checkpoint.glob(name)) for name in names) for names in self._needed):
             return False
         try:
@@ -194,7 +194,7 @@ class TransformersRun:
 
 
 def _report_phase(trainer: Any, path: str, phase: str, report: Report) -> None:
-    """Make the method at the dotted `path` from the trainer run within `phase`; nothing where the trainer lacks it."""
+    """Make the method at the dotted `path` from the trainer run within `phase`, if the trainer has it."""
     *parts, method = path.split(".")
     owner = trainer
     for part in parts:
@@ -213,7 +213,7 @@ def _report_phase(trainer: Any, path: str, phase: str, report: Report) -> None:
 
 
 def _report_evaluation(trainer: Any, report: Report) -> None:
-    """Make an evaluation within the training a phase: one, whatever the trainer generates and scores in it.
+    """Make an evaluation within the training one phase, with all generation and scoring in it.
 
     It lasts until another begins, as the allocator keeps what it reserved for it.
     """
@@ -251,7 +251,7 @@ def _report_saves(trainer: Any, reporter: "_Reporter", report: Report) -> None:
 
 @contextmanager
 def _own_place(arguments: Any) -> Iterator[None]:
-    """A checkpoint saved within goes to autofit's own folder: the recipe's limit does not count it, no hub gets it."""
+    """Context whose checkpoints go to autofit's own folder, outside the recipe's limit and any push to the hub."""
     changes = {
         "output_dir": str(own_checkpoints(Path(arguments.output_dir))), "save_total_limit": None, "push_to_hub": False,
     }  # fmt: skip
@@ -266,7 +266,7 @@ def _own_place(arguments: Any) -> Iterator[None]:
 
 
 class _Reporter(TrainerCallback):  # type: ignore[misc]
-    """Passes on what transformers says, and says back what the receiver wants."""
+    """Passes transformers' callbacks on, and the receiver's wishes back."""
 
     def __init__(self, report: Report, trainer: Any, *, evaluates: bool) -> None:
         self._report, self._evaluates = report, evaluates
@@ -278,7 +278,7 @@ class _Reporter(TrainerCallback):  # type: ignore[misc]
         self._requested = True
 
     def takes_request(self) -> bool:
-        """Whether the checkpoint to save now is the receiver's, and not the recipe's; asked once for each."""
+        """True if the checkpoint to save now is the receiver's, rather than the recipe's; asked once for each."""
         requested, self._requested = self._requested, False
         return requested
 
@@ -399,12 +399,12 @@ def compute_one_in_first_step(trainer: Any, *, last: bool) -> None:
 
 
 def _nothing(trainer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The loss of a micro-batch that is not computed. A trainer that generates counts it in `_step`."""
+    """The loss of a skipped micro-batch. A trainer that generates counts it in `_step`."""
     if hasattr(trainer, "_step"):
         trainer._step += 1
     return torch.zeros((), dtype=dtype, device=trainer.args.device)
 
 
 def _alike(kind: object, others: Iterable[object]) -> int:
-    """How many of the `others` are of the `kind`, up to the first that is not."""
+    """Number of the first `others` in a row that are of the `kind`."""
     return sum(1 for _ in takewhile(lambda other: other == kind, others))

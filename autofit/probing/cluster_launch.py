@@ -41,7 +41,7 @@ class Pool:
         return str((read_json(self.home / _KIND) or {}).get("kind", SLURM))
 
     def make(self, kind: Kind = SLURM) -> None:
-        """Make the folders, for jobs of the executor `kind`. What was said of nodes is forgotten: they may be well."""
+        """Make the folders, for jobs of the executor `kind`. Faults noted of nodes are deleted: they may be well."""
         try:
             for folder in ("queue", "taken", "begun", "closed", "faults", "logs"):
                 (self.home / folder).mkdir(parents=True, exist_ok=True)
@@ -65,16 +65,16 @@ class Pool:
             raise cannot_write(self.home, error) from error
 
     def waiting(self) -> set[str]:
-        """The probes that no job has taken."""
+        """The probes still to be taken by a job."""
         return set(_names(self.home / "queue"))
 
     def running(self) -> dict[str, str]:
-        """{probe: the job that took it and has not ended it}."""
+        """{probe: the job that took it and is still at it}."""
         taken = (entry.split(_AT, 1) for entry in _names(self.home / "taken"))
         return {name: job for job, name in taken}
 
     def take(self, job: str) -> str | None:
-        """The first probe that waits, now the job's; None where none waits."""
+        """The first probe that waits, now the job's, if one does."""
         for name in sorted(self.waiting()):
             mine = self._taken(job, name)
             with suppress(FileNotFoundError):
@@ -85,11 +85,11 @@ class Pool:
         return None
 
     def withdraw(self, name: str) -> None:
-        """No job shall take the probe."""
+        """Remove the probe from the queue."""
         (self.home / "queue" / name).unlink(missing_ok=True)
 
     def end(self, job: str, name: str) -> bool:
-        """The job has ended the probe, or must not go on with it. False if it was not the job's any more."""
+        """Note that the job ended the probe, or must leave it. False if it had ceased to be the job's."""
         try:
             self._taken(job, name).unlink()
         except FileNotFoundError:
@@ -107,43 +107,43 @@ class Pool:
         write_json(self.home / "begun" / job, {"node": own_node(), "pid": os.getpid()})
 
     def close(self, job: str) -> None:
-        """The job takes no further probe."""
+        """Note that the job has stopped taking probes."""
         (self.home / "closed" / job).touch()
 
     def closed(self) -> set[str]:
-        """The jobs that take no further probe."""
+        """The jobs that have stopped taking probes."""
         return set(_names(self.home / "closed"))
 
     def node_of(self, job: str) -> str:
-        """The node on which the job began; empty where it has not."""
+        """The node on which the job began; empty before that."""
         return str((read_json(self.home / "begun" / job) or {}).get("node", ""))
 
     def log_of(self, job: str) -> Path:
-        """What the job printed."""
+        """The file with the job's output."""
         return self.home / "logs" / f"{job}_0_log.out"
 
     def forget(self, job: str) -> None:
-        """Delete what is kept of a job that has ended, but what it printed."""
+        """Delete the notes on a job that has ended; its log stays."""
         for path in (f"begun/{job}", f"closed/{job}", f"logs/{job}_submitted.pkl", f"logs/{job}_0_result.pkl"):
             (self.home / path).unlink(missing_ok=True)
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def set_aside(self, reason: str, *, node: str = "") -> None:
-        """The node, this one without a name, must not take probes, for this reason."""
+        """Bar the node, by default this one, from taking probes, for this reason."""
         write_json(self.home / "faults" / (node or own_node()), {"reason": reason})
 
     def faulty(self) -> set[str]:
-        """The nodes that must not take probes."""
+        """The nodes barred from taking probes."""
         return set(_names(self.home / "faults"))
 
     def fault_of(self, node: str) -> str:
-        """Why the node must not take probes."""
+        """Reason why the node is barred from taking probes."""
         return str((read_json(self.home / "faults" / node) or {}).get("reason", ""))
 
 
 def _names(folder: Path) -> list[str]:
-    """The names in `folder`, but those of files that are being written."""
+    """The names in `folder`, except those of files that are being written."""
     try:
         return [entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except FileNotFoundError:
@@ -160,7 +160,7 @@ _ENDS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The function of such a job: takes up to `probes` probes, and ends when none waits for `idle_s` seconds."""
+    """The function of such a job: takes up to `probes` probes, and ends after `idle_s` seconds of an empty queue."""
 
     home: Path
     device: str = "cpu"
@@ -208,7 +208,7 @@ class Allocation:
                 return  # or the driver has given the job up
 
     def _next(self, pool: Pool, job: str, told: "_Told") -> str | None:
-        """The next probe; None where none came within `idle_s`, the job was told to end, or the node is at fault."""
+        """The next probe; None if none came within `idle_s`, the job was told to end, or the node is at fault."""
         deadline = time.monotonic() + self.idle_s
         while told.signal is None:
             if pool.waiting():
@@ -236,7 +236,7 @@ class Allocation:
             time.sleep(_TOLD_S)
 
     def _explain(self, folder: Path, job: str, told: "_Told", *, is_first: bool) -> None:
-        """Say why there is no answer, where the end of the job is the reason."""
+        """Give the reason of a missing answer, if it is the end of the job."""
         answer = answer_in(folder)
         if answer is not None and (answer.status is not ProbeStatus.LOST or answer.cause is not Cause.KILLED):
             return
@@ -250,7 +250,7 @@ class Allocation:
         _give_up(folder, f"job {job} on {own_node()} {what}")
 
     def _is_broken(self, folder: Path, pool: Pool) -> bool:
-        """Whether the probe ended because its card is broken: then it is repeated, and the node set aside."""
+        """True if the probe ended because its card is broken: then it is repeated, and the node set aside."""
         answer = answer_in(folder)
         if self.device != "cuda" or answer is None or answer.status not in (ProbeStatus.FAILED, ProbeStatus.LOST):
             return False
@@ -329,7 +329,7 @@ _CALM = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # no si
 
 @dataclass(slots=True)
 class _Seen:
-    """What the last look at the shared folder found; `since`: when a probe was first seen with its job."""
+    """Contents of the shared folder at the last look; `since`: when a probe was first seen with its job."""
 
     at: float = -math.inf
     waiting: set[str] = field(default_factory=set)
@@ -339,7 +339,7 @@ class _Seen:
 
 
 class ClusterLauncher(Launcher):
-    """Probes in jobs of Slurm. Nothing but the shared folder `home` tells the driver of them, and one squeue."""
+    """Probes in jobs of Slurm. The driver learns of them by the shared folder `home` alone, and one squeue."""
 
     poll_s = _LOOK_S
 
@@ -377,7 +377,7 @@ class ClusterLauncher(Launcher):
             self._seen.waiting.add(request.folder.name)
 
     def result(self, folder: Path) -> ProbeResult | None:
-        """The answer in `folder`; a LOST one if its job has ended without; None while it waits or runs."""
+        """The answer in `folder`; a LOST one if its job ended before giving one; None while it waits or runs."""
         self._look()
         name = folder.name
         job = self._seen.running.get(name)
@@ -396,10 +396,10 @@ class ClusterLauncher(Launcher):
         return found or self._given_up(folder, lost(folder, "no job has it", Cause.JOB))
 
     def waits_for(self, folder: Path) -> str | None:
-        return None  # a job has its own cards; what jobs wait for is said once for all
+        return None  # a job has its own cards; the reason why jobs wait is shown once for all
 
     def cancel(self, folder: Path) -> None:
-        """Stop the probe in `folder`, without waiting: another attempt has a folder of its own."""
+        """Stop the probe in `folder`, and return at once: another attempt has a folder of its own."""
         cancel(folder)
         self._pool.withdraw(folder.name)
 
@@ -433,7 +433,7 @@ class ClusterLauncher(Launcher):
         return state if state.waits or not state.is_alive else None
 
     def _may_come(self, name: str) -> bool:
-        """Whether what is missing of the probe may still be on its way: its answer, or the name of its job."""
+        """True if the probe's missing answer, or the name of its job, may still be on its way."""
         now = time.monotonic()
         return now - self._missing.setdefault(name, now) < LATE_S
 
@@ -463,11 +463,11 @@ class ClusterLauncher(Launcher):
 
     @property
     def _memory(self) -> str:
-        """What a job asks for of a node's memory, in words."""
+        """Memory that a job asks a node for, in words."""
         return self._executor.mem or "the partition's default"
 
     def _given_up(self, folder: Path, result: ProbeResult) -> ProbeResult:
-        """Keep `result`, and stop what may still run of the probe on a node that Slurm no longer reaches."""
+        """Keep `result`, and stop remains of the probe that may still run on a node out of Slurm's reach."""
         write_json(lost_path(folder), result.to_json())
         cancel(folder)
         return self._lost_in(folder) or result
@@ -501,7 +501,7 @@ class ClusterLauncher(Launcher):
                 self._tell(f"jobs wait in {self._cluster.title}'s queue: {', '.join(reasons)}")
 
     def _note_end(self, job: str, state: JobState) -> None:
-        """A job has ended. Where it never began, its node is set aside; where none ever began, none will."""
+        """Note a job's end. If it failed to begin, its node is set aside; if all did, EnvironmentFault is raised."""
         if self._pool.node_of(job):
             self._one_began = True
         elif state.state not in _CALM:
@@ -562,7 +562,7 @@ class ClusterLauncher(Launcher):
 
 
 def job_name(home: Path) -> str:
-    """The name of the jobs of the pool in `home`: no other study's, in no other folder."""
+    """The name of the jobs of the pool in `home`, unique to this study and folder."""
     return f"autofit-{home.parent.name}-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:6]}"
 
 

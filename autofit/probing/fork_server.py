@@ -58,7 +58,7 @@ _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 class ServerGone(EnvironmentFault):
-    """No server accepted the call, so no part of it has run."""
+    """Every server refused the call, so all of it is still to be run."""
 
 
 class ForkServer:
@@ -109,7 +109,7 @@ class ForkServer:
         return self._process is not None and self._process.poll() is None
 
     def is_ready(self) -> bool:
-        """Whether the server has started; waits until it has, or has failed to."""
+        """True if the server has started; waits until it has, or has failed to."""
         while self._kept is not None or self._lives():
             if Path(self.socket_path).exists():
                 return True
@@ -138,7 +138,7 @@ class ForkServer:
             self._home.close()
 
     def _wait_for_its_move(self) -> None:
-        """Wait until the server that stays is where the next command looks, if that takes no longer than usual.
+        """Wait until the staying server is at the place where the next command looks, for at most the usual time.
 
         It deletes its first folder then: hundredths of a second, and a command that is given meanwhile would start one.
         """
@@ -153,7 +153,7 @@ _begun: list[ForkServer] = []  # by `begin`, and not taken yet
 def begin() -> None:
     """Start the server that `server_for` will give, so that it imports while this process imports its own modules.
 
-    Only for a command that may leave a server behind: what a test or a job runs starts one when it needs it.
+    Only for a command that may leave a server behind: a test or a job starts one when it needs it.
     """
     if kept_place.is_asked_for() and not _begun:
         folder = Scratch("begun-")
@@ -302,7 +302,7 @@ def _import_object_detection() -> None:
 def _leave_out_scipy() -> None:
     """Let datasets replace functions of scipy in the module that reads a file only where scipy was imported.
 
-    It imports scipy.io (0.2 s) for that in each process that reads a dataset; what was not imported has no name there.
+    It imports scipy.io (0.2 s) for that in each process that reads a dataset; a module not imported has no name there.
     """
     streaming = importlib.import_module("datasets.streaming")
     replaced = getattr(streaming, "patch_submodule", None)
@@ -319,7 +319,7 @@ def _leave_out_scipy() -> None:
 
 @contextlib.contextmanager
 def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
-    """Context in which torch counts cards and tells their capability by NVML, which starts no CUDA.
+    """Context in which torch counts cards and reads their capability by NVML, which leaves CUDA unstarted.
 
     bitsandbytes, which peft imports, asks whether there is a card, and every card for its capability to choose its
     library. MIG slices are counted by CUDA even where torch asks NVML for the number of cards
@@ -347,7 +347,7 @@ def _cards_from_the_driver(cuda: Any) -> Iterator[None]:
 
 
 def _cuda_started(cuda: Any) -> bool:
-    """Whether anyone started CUDA in this process: before cuInit the driver answers no question."""
+    """True if CUDA was started in this process: before cuInit the driver rejects every question."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -390,7 +390,7 @@ def _keep_call(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def _left(connection: socket.socket, message: Mapping[str, object]) -> bool:
-    """Whether the caller closed the connection or created the `cancel` file."""
+    """True if the caller closed the connection or created the `cancel` file."""
     if "cancel" in message and os.path.exists(str(message["cancel"])):
         return True
     ready, _, _ = select.select([connection], [], [], 0)
@@ -418,7 +418,7 @@ def _run_call(message: Mapping[str, object], keeper: int) -> None:
 
 
 def as_inside() -> None:
-    """From here on this process, and those that it starts, import the recipe's own code: autofit may not be called."""
+    """Mark that this process, and those that it starts, import the recipe's own code, which may not call autofit."""
     os.environ[_INSIDE] = "1"
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a training hold in the memory of their machine: while they load, train and save. No torch."""
+"""Host memory of the ranks of a training on their machine: while they load, train and save. Free of torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from autofit.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Bytes of host memory; those of Python and its libraries, about the same for every rank, are not among them.
+    """Bytes of host memory, excluding those of Python and its libraries, about the same for every rank.
 
     `load_bytes` is what each of the `loading_ranks` of the machine's `ranks` holds while it loads its models, and
     `share_bytes` what each of the others takes of them meanwhile. While it trains each rank holds `kept_bytes` at its
-    peak (None is "not known"), `pinned_bytes` of them pinned. Rank 0 holds `save_bytes` more while it saves what is
+    peak (None is "not known"), `pinned_bytes` of them pinned. Rank 0 holds `save_bytes` more while it saves the state
     spread over the ranks: the model, then the optimizer's state.
     """
 
@@ -95,7 +95,7 @@ def shortage(launch: Launch, weights_bytes: int, machine_bytes: int) -> tuple[st
 
 
 def loads_once(launch: Launch) -> bool:
-    """Whether one rank of a machine loads the model for all of them."""
+    """True if one rank of a machine loads the model for all of them."""
     if launch.sharding.startswith("fsdp"):
         return _flag(launch, "fsdp_config", "fsdp_cpu_ram_efficient_loading", default=True)
     return launch.sharding == "zero3" and _flag(launch, "deepspeed_config", "zero3_init_flag", default=True)

@@ -1,4 +1,4 @@
-"""The job that submitit runs: one probe in a child process. Always writes an answer and never raises."""
+"""The job that submitit runs: one probe in a child process. Writes an answer in every case, also after errors."""
 
 import contextlib
 import hashlib
@@ -81,7 +81,7 @@ def _run_in_slots(request: ProbeRequest, cards: int) -> None:
 
 
 def _refuse_shared(request: ProbeRequest, slot_name: str) -> None:
-    """Put LOST in the place of what was measured on cards on which programs of others compute as well."""
+    """Put LOST in place of measurements on cards on which programs of others compute as well."""
     answer = ProbeResult.read(request.answer_path)
     measured = answer is not None and answer.status in (ProbeStatus.FIT, ProbeStatus.OOM)
     if request.device != "cuda" or not measured:
@@ -110,7 +110,7 @@ def waiting_path(folder: Path) -> Path:
 
 
 def answered(request: ProbeRequest) -> bool:
-    """Whether an earlier simulated probe answers `request`; its answer then lies beside the request."""
+    """True if an earlier simulated probe answers `request`; its answer then lies beside the request."""
     answer = kept_answer(request)
     if answer is not None:
         write_json(request.answer_path, answer | {"wall_s": 0.0})
@@ -118,7 +118,7 @@ def answered(request: ProbeRequest) -> bool:
 
 
 def cancel(folder: Path) -> None:
-    """Ask the job of the probe in `folder` to kill it and end without an answer."""
+    """Ask the job of the probe in `folder` to kill it and end unanswered."""
     (folder / "cancel").touch()
 
 
@@ -127,7 +127,7 @@ def cancelled(request: ProbeRequest) -> bool:
 
 
 def _can_say_how_far_over(request: ProbeRequest, slot_name: str) -> bool:
-    """Whether the probe ran out of memory under an emulated target, on a card with room to measure the excess.
+    """True if the probe ran out of memory under an emulated target, on a card with room to measure the excess.
 
     The card is the slot's: submitit empties CUDA_VISIBLE_DEVICES in its jobs, so this process sees none.
     """
@@ -140,7 +140,7 @@ def _can_say_how_far_over(request: ProbeRequest, slot_name: str) -> bool:
 
 
 def _grade(request: ProbeRequest, slot_name: str) -> ProcessEnding:
-    """Probe again without the cap, and add its bytes and seconds to the answer. The verdict stays that of the cap."""
+    """Probe again uncapped, and add its bytes and seconds to the answer. The verdict stays that of the cap."""
     free = replace(request, folder=request.folder / "uncapped", measured_steps=1, capped=False)
     free.folder.mkdir(exist_ok=True)
     write_json(free.request_path, free.to_json())
@@ -219,7 +219,7 @@ def _too_few(request: ProbeRequest, cards: int) -> ProbeResult:
 
 
 def classified(ending: ProcessEnding, request: ProbeRequest) -> ProbeResult:
-    """The result of a probe that ended without writing an answer."""
+    """The result of a probe that ended before it wrote an answer."""
     phase = request.phase_path.read_text() if request.phase_path.exists() else "load"
     status, cause, what = _end_of(ending, request)
     return ProbeResult(
@@ -259,7 +259,7 @@ _ENV = ("PYTORCH_", "TORCH_CUDNN_")  # variables that the simulated allocator an
 
 
 def kept_answer(request: ProbeRequest) -> dict[str, object] | None:
-    """The answer of an earlier probe with the same inputs; None without a whole one, and on a real device."""
+    """The answer of an earlier probe with the same inputs; None if missing or torn, and on a real device."""
     if not _is_kept(request):
         return None
     try:
@@ -293,9 +293,9 @@ def _path(request: ProbeRequest) -> Path:
 
 
 def by_content(values: Mapping[str, object]) -> dict[str, object]:
-    """`values` with what a model's folder says in place of its path: a copy of it elsewhere answers the same.
+    """`values` with the content of a model's folder in place of its path: a copy of it elsewhere answers the same.
 
-    Its weights are not among that, which no simulation reads.
+    Its weights are left out, as simulations read none.
     """
     return {key: _content(value) if isinstance(value, str) else value for key, value in values.items()}
 
@@ -308,7 +308,7 @@ def _content(value: str) -> object:
     return {"files": files}
 
 
-# A hash of the code of the simulation: what is kept of it counts only for the same code.
+# A hash of the code of the simulation: its kept results count only for the same code.
 
 _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm")
 _FOLDERS = ("fakegpu", "forecast", "plugin", "probing")

@@ -1,4 +1,4 @@
-"""Where the kept server of imported libraries is, and whether this process may use it or leave one behind.
+"""Place of the kept server of imported libraries, and whether this process may use it or leave one behind.
 
 There is one for each user, Python and environment: any variable, limit, priority, capability or namespace that differs
 makes another place, but for variables that no library reads. The folder is the user's alone, and both ends ask the
@@ -43,9 +43,9 @@ def ask_for_one() -> None:
 
 
 def is_asked_for() -> bool:
-    """Whether this process uses and leaves one: a command, a notebook, or a script of a user who set it to 1.
+    """True if this process uses and leaves one: a command, a notebook, or a script of a user who set it to 1.
 
-    Not what they start, and not where something speaks against it.
+    False in processes that these start, and where `is_allowed` is False.
     """
     is_script = getattr(sys.modules["__main__"], "__spec__", None) is None  # ours, and jobs, are `python -m MODULE`
     by_script = os.environ.get(_OFF) == "1" and is_script
@@ -53,7 +53,7 @@ def is_asked_for() -> bool:
 
 
 def is_allowed() -> bool:
-    """Whether there may be one here: not with AUTOFIT_SERVER=0, nor in CI or a job of Slurm, where nothing may stay."""
+    """True if one may stay here: False with AUTOFIT_SERVER=0, and by default in CI and jobs of Slurm."""
     said = os.environ.get(_OFF)
     if said is not None:
         return said not in ("0", "")
@@ -61,7 +61,7 @@ def is_allowed() -> bool:
 
 
 def socket_path() -> Path | None:
-    """The socket of the server for this Python and environment; None where this user has no folder of its own."""
+    """The socket of the server for this Python and environment; None if this user lacks a folder of its own."""
     folder = own_folder()
     if folder is None:
         return None
@@ -81,7 +81,7 @@ def forget_the_terminal() -> None:
 
 
 def own_folder() -> Path | None:
-    """The folder of this user's servers, made where it is missing; None if another user made it, or may enter it."""
+    """The folder of this user's servers, made if missing; None if another user made it, or may enter it."""
     folder = Path(tempfile.gettempdir()) / f"autofit-servers-{os.getuid()}"
     try:
         folder.mkdir(mode=_PRIVATE, exist_ok=True)
@@ -93,7 +93,7 @@ def own_folder() -> Path | None:
 
 
 def connected(path: Path, *, wait_s: float = 2.0) -> socket.socket | None:
-    """A connection to the server at `path`, which this user runs; None without one."""
+    """A connection to the server at `path`, if this user runs one."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(wait_s)
     try:
@@ -134,7 +134,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def _environment() -> list[object]:
-    """What a process inherits, as far as it may matter to a library or to who pays for it."""
+    """Inherited properties of a process, as far as they may matter to a library or to who pays for it."""
     variables = {name: value for name, value in os.environ.items() if _matters(name)}
     limits = [resource.getrlimit(getattr(resource, name)) for name in _LIMITS]
     spaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in sorted(os.listdir("/proc/self/ns"))]

@@ -6,7 +6,7 @@ answered by {"ready": true}; nothing runs before the caller says "go", so a call
 itself, and never twice. After that the caller sends signals, a byte each, and the reply is {"code"} or {"signal"}.
 {"hold": true} keeps the server while the connection is open, {"ask": "status" or "stop"} is answered at once.
 
-It ends after some minutes without a request, or when a module that it has imported, or what is installed, has changed.
+It ends after some minutes without a request, or when a module that it has imported, or the environment, has changed.
 It never computes, opens no database and starts no CUDA, as a fork server.
 """
 
@@ -58,19 +58,19 @@ _here: str | None = None  # the socket of the server that forked this command
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A kept server that does not end while this is open."""
+    """A kept server that stays alive while this is open."""
 
     path: str
     connection: socket.socket | None
 
     def close(self) -> None:
-        """Let it end when nobody else needs it."""
+        """Release the server, so that it may end."""
         if self.connection is not None:
             self.connection.close()
 
 
 def hold() -> Held | None:
-    """The kept server for the calls of this process; None without one, where none is asked for, or if it is stale."""
+    """The kept server for the calls of this process; None if it is absent, unasked for, or stale."""
     if _here is not None:
         return Held(_here, None)
     path = kept_place.socket_path() if kept_place.is_asked_for() else None
@@ -84,7 +84,7 @@ def hold() -> Held | None:
 
 
 def ask(path: Path, what: str) -> dict[str, Any]:
-    """The answer of the server at `path` to "status" or "stop"; {} where there is none."""
+    """The answer of the server at `path` to "status" or "stop"; {} if there is none."""
     connection = kept_place.connected(path)
     if connection is None:
         return {}
@@ -93,14 +93,14 @@ def ask(path: Path, what: str) -> dict[str, Any]:
 
 
 def is_here() -> bool:
-    """Whether this process is a command that a kept server forked."""
+    """True if this process is a command that a kept server forked."""
     return _here is not None
 
 
 def run_there(argv: list[str]) -> int | None:
     """The exit code of the command `argv`, run by the kept server with this process' terminal, folder and environment.
 
-    None where no server took it, or it was killed before the command ended: then it is to be run here. A command that
+    None if no server took it, or it was killed before the command ended: then it is to be run here. A command that
     ended by a signal ends this process the same way.
     """
     path = kept_place.socket_path() if kept_place.is_allowed() else None
@@ -125,8 +125,9 @@ def run_there(argv: list[str]) -> int | None:
 def is_taken(
     connection: socket.socket, argv: Sequence[str], folder: Path, *, streams: Sequence[int], ignored: Sequence[int] = ()
 ) -> bool:
-    """Whether the server takes the command `argv`, in `folder`, with these descriptors as its streams: it waits for
-    `go`, and replies with the end. Signals in `ignored` do not reach the command.
+    """True if the server takes the command `argv`, in `folder`, with these descriptors as its streams.
+
+    It waits for `go`, and replies with the end. Signals in `ignored` are kept from the command.
     """
     place = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
@@ -144,7 +145,7 @@ def go(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _forwarding(connection: socket.socket) -> Iterator[None]:
-    """Context in which the signals of this process are those of the command."""
+    """Context in which the signals of this process are forwarded to the command."""
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(OSError):
@@ -172,7 +173,7 @@ def _send(connection: socket.socket, request: Mapping[str, object], descriptors:
 
 
 def asked(connection: socket.socket, request: Mapping[str, object]) -> dict[str, Any]:
-    """The answer to a request; {} where the server does not give one in time."""
+    """The answer to a request; {} if the server fails to give one in time."""
     try:
         connection.sendall(json.dumps(request).encode() + b"\n")
         return cast("dict[str, Any]", json.loads(_line(connection) or b"{}"))
@@ -181,7 +182,7 @@ def asked(connection: socket.socket, request: Mapping[str, object]) -> dict[str,
 
 
 def _line(connection: socket.socket) -> bytes:
-    """The next line; b"" where the other end closed. Reads a byte at a time: what follows is not a line's."""
+    """The next line; b"" if the other end closed. Reads a byte at a time: later bytes belong to another reader."""
     line = b""
     while not line.endswith(b"\n"):
         part = connection.recv(1)
@@ -197,7 +198,7 @@ KeepCall = Callable[[socket.socket, Mapping[str, Any]], None]
 
 
 def stay(path: str, *, began_s: float, keep_call: KeepCall, listens: Callable[[], None] = lambda: None) -> None:
-    """Serve at `path` until nothing was asked for some minutes, or a file of an imported module is another one.
+    """Serve at `path` until some idle minutes have passed, or a file of an imported module has changed.
 
     `began_s` is when this process started to import: a module that was changed since may be imported half. `listens` is
     called once a command finds the server.
@@ -212,7 +213,7 @@ def stay(path: str, *, began_s: float, keep_call: KeepCall, listens: Callable[[]
     with contextlib.suppress(OSError), _listening(Path(path)) as listener:
         listens()
         for name in _OF_COMMANDS:
-            with contextlib.suppress(Exception):  # then the command imports it, and says what is wrong
+            with contextlib.suppress(Exception):  # then the command imports it, and reports the error
                 importlib.import_module(name)
         gc.freeze()
         marks = _marks()
@@ -279,7 +280,7 @@ class _Server:
         self._stopping = False
 
     def serve(self, listener: socket.socket) -> None:
-        """Answer until there is no reason to stay."""
+        """Answer as long as there is a reason to stay."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         own = _inode(self._path)
         while self._stays(own):
@@ -309,7 +310,7 @@ class _Server:
         connection.close()
 
     def _answer(self, connection: socket.socket, listener: socket.socket) -> bool:
-        """Whether the connection is kept open: a request is read, and answered here or by a fork."""
+        """True if the connection is kept open: a request is read, and answered here or by a fork."""
         connection.settimeout(_REQUEST_WITHIN_S)
         data, descriptors = _request(connection)
         connection.settimeout(None)
@@ -337,7 +338,7 @@ class _Server:
         return False
 
     def _is_current(self) -> bool:
-        """Whether every imported module is as it was; else this server stops."""
+        """True if every imported module is as it was; else this server stops."""
         self._stopping = self._stopping or any(stamp(file) != mark for file, mark in self._marks.items())
         return not self._stopping
 

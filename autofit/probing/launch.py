@@ -67,7 +67,7 @@ def what_next(result: ProbeResult, folder: Path, *, attempts: int, jobs: int = 1
 
 
 def to_mend(result: ProbeResult, folder: Path) -> EnvironmentFault:
-    """What the user must mend after `result` of the probe in `folder`, before the search can go on."""
+    """The fault that the user must mend after `result` of the probe in `folder`, before the search can go on."""
     if result.cause is Cause.NO_CARD:
         return EnvironmentFault(f"{result.reason}; then run the same command again")
     if result.cause is Cause.SHARED:
@@ -88,7 +88,7 @@ class Attempts:
         return list(itertools.takewhile(Path.exists, map(self._folder, itertools.count(1))))
 
     def counted(self) -> dict[str, int]:
-        """How many attempts there are, and how many whose job ended under them: arguments of `what_next`."""
+        """Numbers of attempts, and of jobs that ended during one: arguments of `what_next`."""
         folders = self.folders()
         lost = [found for folder in folders if (found := ProbeResult.read(lost_path(folder))) is not None]
         failed = sum(found.cause is Cause.JOB_FAILED for found in lost)
@@ -119,7 +119,7 @@ class Launcher:
 
     def __init__(self, function: Callable[[str], None] = run_probe) -> None:
         self._function = function
-        self.say: Callable[[str], None] = lambda _: None  # called with what a user should know of the jobs
+        self.say: Callable[[str], None] = lambda _: None  # called with news of the jobs for the user
 
     def submit(self, request: ProbeRequest) -> None:
         """Write the request and start its job, unless an earlier simulated probe answers it."""
@@ -132,7 +132,7 @@ class Launcher:
         )
 
     def result(self, folder: Path) -> ProbeResult | None:
-        """The answer in `folder`; a LOST one if the job ended without an answer; None while the job runs."""
+        """The answer in `folder`; a LOST one if the job ended before giving one; None while the job runs."""
         answer = answer_in(folder)
         if answer is not None and (_is_final(folder) or not is_alive(folder)):
             return answer
@@ -144,7 +144,7 @@ class Launcher:
         return lost(folder, "the job ended without an answer")
 
     def waits_for(self, folder: Path) -> str | None:
-        """What the probe in `folder` waits for on its machine; None where it does not."""
+        """Resource that the probe in `folder` waits for on its machine, if it waits."""
         try:
             return waiting_path(folder).read_text()
         except OSError:
@@ -165,11 +165,11 @@ class Launcher:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End what serves several probes; nothing here."""
+        """End the parts that serve several probes; here there are none."""
 
 
 def answer_in(folder: Path) -> ProbeResult | None:
-    """The answer in `folder`; a LOST one where the file is no answer, and None where there is no file."""
+    """The answer in `folder`; a LOST one if the file is corrupt, and None if it is missing."""
     try:
         return ProbeResult.read(folder / "answer.json")
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -177,7 +177,7 @@ def answer_in(folder: Path) -> ProbeResult | None:
 
 
 def _is_final(folder: Path) -> bool:
-    """Whether the answer in `folder` is its job's last word, so that the end of the job need not be waited for."""
+    """True if the answer in `folder` is its job's last word, so that the caller may go on before the job ends."""
     return (_note(folder / "answer.json") or {}).get("wall_s") is not None
 
 
@@ -188,7 +188,7 @@ def lost(folder: Path, reason: str, cause: Cause = Cause.KILLED) -> ProbeResult:
 
 
 def _note(path: Path) -> dict[str, object] | None:
-    """The JSON object in `path`; None where there is none, or something else."""
+    """The JSON object in `path`; None if it is missing, or something else."""
     try:
         found = read_json(path)
     except ValueError:
@@ -222,7 +222,7 @@ def start_job(
 
 
 def _is_forked(request: ProbeRequest) -> bool:
-    """Whether the search's server runs the job of `request`, which outlives this process as submitit's do.
+    """True if the search's server runs the job of `request`, which outlives this process as submitit's do.
 
     submitit starts two processes with imports of 0.5 s for it. A simulated probe needs none of a new one's environment.
     """
@@ -245,7 +245,7 @@ def _is_forked(request: ProbeRequest) -> bool:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the job recorded in `folder` is running, or waits in a cluster's queue, whoever submitted it."""
+    """True if the job recorded in `folder` is running, or waits in a cluster's queue, whoever submitted it."""
     job = cluster_job(_note(folder / "job.json") or {})
     if job is not None:
         state = job.cluster.queue().state(job.id)
@@ -261,7 +261,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def is_listed(folder: Path) -> bool:
-    """`is_alive` for a list: a job that its scheduler's answer does not have has ended, and is not asked for again."""
+    """`is_alive` for a list: a job missing from its scheduler's answer counts as ended, and is asked for only once."""
     job = cluster_job(_note(folder / "job.json") or {})
     if job is None:
         return is_alive(folder)
@@ -271,7 +271,7 @@ def is_listed(folder: Path) -> bool:
 
 
 def _is_a_copy(folder: Path) -> bool:
-    """Whether `folder` was moved or copied after its job was noted: that job writes to the first place."""
+    """True if `folder` was moved or copied after its job was noted: that job writes to the first place."""
     first = (_note(folder / "request.json") or {}).get("folder")
     return isinstance(first, str) and first.startswith("/") and Path(first).resolve() != folder.resolve()
 
@@ -289,24 +289,24 @@ class ClusterJob:
 
 
 def cluster_job(note: Mapping[str, object]) -> ClusterJob | None:
-    """The scheduler's job that the content of a job.json records; None where it is a process of this machine."""
+    """The scheduler's job that the content of a job.json records; None for a process of this machine."""
     return next((ClusterJob(kind, str(job)) for kind, job in note.items() if kind == SLURM or ":" in kind), None)
 
 
 def is_of_cluster(folder: Path) -> bool:
-    """Whether the job recorded in `folder` is a scheduler's, and so may run on another machine."""
+    """True if the job recorded in `folder` is a scheduler's, and so may run on another machine."""
     return cluster_job(_note(folder / "job.json") or {}) is not None
 
 
 def _in_queue(folder: Path) -> tuple[ClusterJob, JobState] | None:
-    """The scheduler's job recorded in `folder` and its state; None where there is none, or it is not known."""
+    """The scheduler's job recorded in `folder` and its state, if both are known."""
     job = cluster_job(_note(folder / "job.json") or {})
     state = None if job is None else job.cluster.queue().state(job.id)
     return None if job is None or state is None else (job, state)
 
 
 def place_in_slurm(folder: Path) -> str | None:
-    """Where the scheduler's job recorded in `folder` is: in the queue and why, or on which nodes; None: not known."""
+    """Place of the scheduler's job recorded in `folder`, if known: in the queue and why, or on which nodes."""
     found = _in_queue(folder)
     if found is None:
         return None
@@ -318,7 +318,7 @@ def place_in_slurm(folder: Path) -> str | None:
 
 
 def end_in_slurm(folder: Path) -> str | None:
-    """How the scheduler ended its job recorded in `folder`; None where it did not end it, or forgot it."""
+    """Reason for which the scheduler ended its job recorded in `folder`, if it did and still has it."""
     found = _in_queue(folder)
     if found is None or found[1].state not in _ENDED:
         return None
@@ -329,7 +329,7 @@ def end_in_slurm(folder: Path) -> str | None:
 
 
 def cancel_waiting(folder: Path) -> None:
-    """Cancel the scheduler's job recorded in `folder` if it waits in the queue: it has nothing to save."""
+    """Cancel the scheduler's job recorded in `folder` if it waits in the queue, with all its work still to do."""
     job = cluster_job(_note(folder / "job.json") or {})
     if job is not None and job.cluster.queue().waits(job.id):
         job.cluster.cancel([job.id])
@@ -337,7 +337,7 @@ def cancel_waiting(folder: Path) -> None:
 
 @contextmanager
 def holding_back_interrupts() -> Iterator[None]:
-    """Context in which a job is started and noted: a signal that comes meanwhile is acted on at its end, and not lost.
+    """Context in which a job is started and noted: a signal that comes meanwhile takes effect at its end.
 
     Children started within never get Ctrl-C: the search itself decides which of its jobs to stop.
     """
@@ -399,11 +399,11 @@ class AtWork:
 
     @property
     def began_s(self) -> float:
-        """When it was asked for, in seconds since 1970."""
+        """Time at which it was asked for, in seconds since 1970."""
         return self.request.request_path.stat().st_mtime
 
     def use(self) -> ProcessUse | None:
-        """What its processes use: those of its job, and the worker, which a fork server may have started."""
+        """Resource use of its processes: those of its job, and the worker, which a fork server may have started."""
         job = pid_of_job(self.folder)
         found = None if job is None else tree_use(job)
         for path in [self.request.pid_path, *sorted(self.folder.glob("rank-*.pid"))]:

@@ -34,7 +34,7 @@ class Memory(Protocol):
     least_measured_s: float  # measured steps are repeated until they took this long together
 
     def card_state(self) -> CardState | None:
-        """How the card runs at this moment, where a driver tells it."""
+        """State of the card at this moment, if a driver reports it."""
         ...
 
     def start(self) -> None: ...
@@ -100,7 +100,7 @@ class _StorageTracker(TorchDispatchMode):
                 )
 
     def see_rng_states(self) -> Callable[[], torch.Tensor]:
-        """Track `torch.get_rng_state` too: checkpointing keeps one state of 5056 B a layer, made by no operator.
+        """Track `torch.get_rng_state` too: checkpointing keeps one state of 5056 B a layer, made outside the operators.
 
         Returns the original function.
         """
@@ -215,13 +215,13 @@ class CudaMemory:
         self._cap(self.cublas_bytes)
 
     def _cap(self, outside_bytes: int) -> None:
-        """Leave the allocator what the limit leaves besides `outside_bytes`; with nothing left, no new segment."""
+        """Cap the allocator at the limit less `outside_bytes`; if that is zero, every new segment fails."""
         if self._limit_bytes is not None:
             share = (self._limit_bytes - outside_bytes) / self._total_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)))
 
     def _outside_bytes(self) -> int:
-        """Bytes on the card that torch's allocator does not hold; below 0 where it holds those of a sleeping engine."""
+        """Bytes on the card outside torch's allocator; below 0 if it holds those of a sleeping engine."""
         torch.cuda.synchronize()
         return used_bytes(self._nvml, self._handle) - torch.cuda.memory_reserved()
 
@@ -315,7 +315,7 @@ def tops(peaks: Iterable[PhasePeak]) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """What a result measured on this CPU calls it: its model and the number of its threads."""
+    """Name of this CPU in results measured on it: its model and the number of its threads."""
     import platform
 
     try:

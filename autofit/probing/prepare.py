@@ -50,7 +50,7 @@ def prepare(
 ) -> Recipe:  # fmt: skip
     """The recipe that was `given`, with `changes` applied; writes the worst-case row to `folder`.
 
-    `launch` has what was said of the launch besides the recipe. On a simulated card `prompt_tokens` replaces the
+    `launch` has the options of the launch besides the recipe. On a simulated card `prompt_tokens` replaces the
     dataset: a synthetic prompt of that length is the worst case. A recipe that is only read (`trains` is False) needs
     no library of its launch. Raises ConfigError for a recipe that TRL would refuse.
     """
@@ -121,9 +121,9 @@ def prepare(
 
 
 def sample_lengths(recipe: Recipe, folder: Path, server: ForkServer, *, most: int) -> dict[str, object] | None:
-    """What the trainer tells of the lengths of `most` samples of the data that an inspection into `folder` has read.
+    """The trainer's figures on the lengths of `most` samples of the data that an inspection into `folder` has read.
 
-    None where the data is not at hand, its trainer tells nothing of it, or fails.
+    None if the data is out of reach, or its trainer reports nothing of it, or fails.
     """
     if recipe.num_samples is None:
         return None
@@ -158,7 +158,7 @@ def _said_in_file(recipe: Recipe, before: Recipe) -> Recipe:
 
 
 def on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
-    """`recipe` with its ranks on so many machines; None: as its launch says, and simulated ones on machines of 8."""
+    """`recipe` with its ranks on `machines`; None: as its launch says, and simulated ones on machines of 8."""
     ranks, notes = recipe.launch.ranks, recipe.notes
     if machines is None and device.startswith("sim:") and recipe.launch.machines == 1 and ranks > CARDS_OF_A_MACHINE:
         machines = ranks // CARDS_OF_A_MACHINE if ranks % CARDS_OF_A_MACHINE == 0 else 1
@@ -169,7 +169,7 @@ def on_machines(recipe: Recipe, machines: int | None, device: str) -> Recipe:
 
 
 def _end_of(ending: ProcessEnding) -> str:
-    """How the process that read a recipe ended without an answer, in words."""
+    """Reason why the process that read a recipe ended before answering, in words."""
     if ending.deadline_passed:
         return f"took more than {_INSPECTION_S:.0f} s"
     if ending.kernel_oom:
@@ -180,7 +180,7 @@ def _end_of(ending: ProcessEnding) -> str:
 
 
 def last_words(log: Path) -> str:
-    """What was printed last, as `: "set MY_KEY first"`; "" for nothing. The log itself is deleted with its folder."""
+    """The last printed line, as `: "set MY_KEY first"`; "" if it is missing. The log is deleted with its folder."""
     line = last_line(log)
     return f"; it printed last: {without_secrets(one_line(line, 200))}" if line else ""
 
@@ -285,19 +285,19 @@ def tell_lengths(request_path: str) -> int:
 
 
 def _exit_of(error: SystemExit | KeyboardInterrupt) -> str:
-    """How code of the user's ended its process, in words."""
+    """Way in which code of the user's ended its process, in words."""
     if isinstance(error, KeyboardInterrupt):
         return "by KeyboardInterrupt"
     return f"by sys.exit({'' if error.code is None else repr(error.code)[:300]})"
 
 
 def _has_words(error: SystemExit | KeyboardInterrupt) -> bool:
-    """Whether the exit says why; else what was printed before it may."""
+    """True if the exit gives its reason; else the text printed before it may."""
     return isinstance(error.args[0] if error.args else None, str)
 
 
 def _facts_of(trainer: Trainer, values: dict[str, object], inspection: Inspection) -> dict[str, object]:
-    """The facts of the recipe `values` as JSON, or the reason why there are none."""
+    """The facts of the recipe `values` as JSON, or the reason why they are missing."""
     try:
         facts = trainer.inspect(opened(values), inspection)
         return replace(facts, values=sealed(facts.values), resolved=sealed(facts.resolved)).to_json()
@@ -317,5 +317,5 @@ def _facts_of(trainer: Trainer, values: dict[str, object], inspection: Inspectio
 
 
 def _is_librarys(file: str) -> bool:
-    """Whether a source file is Python's own or of an installed package."""
+    """True if a source file is Python's own or of an installed package."""
     return "site-packages" in file or file.startswith(("<frozen", sysconfig.get_path("stdlib")))

@@ -25,7 +25,7 @@ class ProbeStatus(StrEnum):
 
 
 class Cause(StrEnum):
-    """The reason why a probe has no measurement, for decisions and filters; `ProbeResult.reason` is the text."""
+    """The reason why a probe lacks a measurement, for decisions and filters; `ProbeResult.reason` is the text."""
 
     DEADLINE = "deadline"  # it exceeded its deadline
     KILLED = "killed"  # by another process, or with its job
@@ -83,12 +83,12 @@ class ProbeRequest:
 
     @property
     def phase_path(self) -> Path:
-        """The file with the name of the current phase, read if the probe dies without an answer."""
+        """The file with the name of the current phase, read if the probe dies before it answers."""
         return self.folder / ("phase" if self.rank is None else f"rank-{self.rank}.phase")
 
     @property
     def saved_path(self) -> Path:
-        """The file with the peaks of a first process, which trained until the save; there is none without one."""
+        """The file with the peaks of a first process, which trained until the save; missing if there was none."""
         return self.folder / ("saved.json" if self.rank is None else f"rank-{self.rank}.saved.json")
 
     @property
@@ -230,7 +230,7 @@ class ProbeResult:
 
     @property
     def step_s_interval(self) -> tuple[float, float] | None:
-        """Where the seconds per optimizer step are expected in 9 of 10 cases; None if they were measured."""
+        """Interval of the seconds per optimizer step expected in 9 of 10 cases; None if they were measured."""
         step_s = self.median_step_s
         if step_s is None or self.log_error is None:
             return None
@@ -248,11 +248,11 @@ class ProbeResult:
 
     @property
     def steps_are_alike(self) -> bool:
-        """Whether every measured step does the same work; False if only some of them generate."""
+        """True if every measured step does the same work; False if only some of them generate."""
         return not self.rollout_s or min(self.rollout_s) >= _NO_ROLLOUT * max(self.rollout_s)
 
     def with_growing_segments(self, capacity_bytes: int) -> "ProbeResult | None":
-        """The result with expandable segments, which change no event of the run; None where it is not known."""
+        """The result with expandable segments, which leave all events of the run as they are, if it is known."""
         least = self.growing_capacity_bytes
         if least is None:
             return None
@@ -265,17 +265,17 @@ class ProbeResult:
 
     @property
     def was_killed(self) -> bool:
-        """Whether the probe was killed from outside, so that it is no evidence about its candidate."""
+        """True if the probe was killed from outside, so that it is no evidence about its candidate."""
         return self.status is ProbeStatus.LOST and self.cause is not Cause.DEADLINE
 
     @property
     def ended_with_job(self) -> bool:
-        """Whether its job ended while it ran: no attempt of its own."""
+        """True if its job ended while it ran: the attempt does not count as its own."""
         return self.cause in (Cause.JOB, Cause.JOB_FAILED)
 
     @property
     def is_graded(self) -> bool:
-        """Whether an OOM reports the exact bytes needed, because the probe completed without the limit."""
+        """True if an OOM reports the exact bytes needed, because the probe completed without the limit."""
         return (self.least_capacity_bytes or self.uncapped_bytes) is not None
 
     @property
@@ -312,7 +312,7 @@ class ProbeResult:
 
     @classmethod
     def read(cls, path: Path) -> "ProbeResult | None":
-        """The answer in `path`, or None while there is none."""
+        """The answer in `path`, once there is one."""
         content = read_json(path)
         return None if content is None else cls.from_json(content)
 
@@ -326,7 +326,7 @@ _LEAST_SHARE = re.compile(r"raise the share to (\d\.\d\d)")  # autofit/fakegpu/e
 
 
 def least_share(reason: str) -> float | None:
-    """The least share of the card with which a simulated rollout engine starts, as its refusal says; else None."""
+    """The least share of the card with which a simulated rollout engine starts, if its refusal has one."""
     found = _LEAST_SHARE.search(reason)
     return None if found is None else float(found[1])
 
@@ -355,7 +355,7 @@ _END_BYTES = 4000
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether `error`, or the error that led to it, is a failed allocation on the CPU or a CUDA card."""
+    """True if `error`, or the error that led to it, is a failed allocation on the CPU or a CUDA card."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -367,7 +367,7 @@ def is_oom(error: BaseException) -> bool:
 
 
 def exited_for_oom(log_path: Path) -> bool:
-    """Whether a process that exited without an exception said at the end of its log that an allocation failed."""
+    """True if the log's end has a failed allocation as the reason of a process that exited without an exception."""
     try:
         with log_path.open("rb") as log:
             log.seek(max(0, log_path.stat().st_size - _END_BYTES))

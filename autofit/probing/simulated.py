@@ -53,7 +53,7 @@ _FEW_GAPS_FRAC = 0.01  # of the least capacity
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Context without collections of garbage: 10^5 blocks of a replay start several, of all that the process holds."""
+    """Context free of garbage collections: 10^5 blocks of a replay start several, of all objects of the process."""
     gc.disable()
     try:
         yield
@@ -85,7 +85,7 @@ class Stretch:
 
 
 class SimMemory:
-    """A simulated card: nothing is allocated, and seconds come from its clock.
+    """A simulated card: its allocations are only counted, and seconds come from its clock.
 
     The card has no limit while the probe runs, so that a candidate over the target reports its excess; the verdict
     comes from a replay of its allocations under the target.
@@ -102,8 +102,8 @@ class SimMemory:
         self._gpu: FakeGpu | None = None
         self._marks: list[Mark] = []
         self._steps: list[int] = []  # indices of the marks at which measured steps begin and end, alternating
-        self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end, and whether one was left out
-        self._shares_of: dict[int, dict[str, float]] = {}  # of what was left out after a mark, by phase
+        self._windows: list[tuple[int, bool]] = []  # marks at which micro-batches end; True if it was left out
+        self._shares_of: dict[int, dict[str, float]] = {}  # shares of the part left out after a mark, by phase
         self._traced_s: dict[str, dict[str, float]] = {}  # phase -> seconds of each part of its traced kernels
         self._began: Mapping[str, float] = {}
         self._last: Mapping[str, float] = {}  # seconds of each part since the mark before the last one
@@ -209,16 +209,16 @@ class SimMemory:
             self._of_computed = self._last
 
     def micro_batches_alike(self) -> bool:
-        """Whether the last two micro-batches took and gave back storages of the same sizes."""
+        """True if the last two micro-batches took and gave back storages of the same sizes."""
         assert self._gpu is not None
         start, middle, end = (self._marks[mark].event for mark, _ in self._windows[-COMPUTED:])
         sizes = self._gpu.memory.log.nbytes
         return sorted(sizes[start:middle]) == sorted(sizes[middle:end])
 
     def _repeated(self, run: Run) -> Run:
-        """The run with what was left out, and without the marks between stretches that are alike.
+        """The run with the parts left out, and without the marks between stretches that are alike.
 
-        Where phases begin within each stretch, what was left out stays between two marks: its seconds are shared among
+        If phases begin within each stretch, the part left out stays between two marks: its seconds are shared among
         the phases as those of the stretch before it.
         """
         groups = self._left_out()
@@ -291,7 +291,7 @@ class SimMemory:
 
     @_uncollected()
     def stretches(self) -> list[Stretch]:
-        """What each stretch from one phase change to the next held and took, of all layers.
+        """Bytes and seconds of each stretch from one phase change to the next, over all layers.
 
         Raises NotRepeatingError.
         """
@@ -382,7 +382,7 @@ class SimMemory:
         return {"live": live, "phases": phases}
 
     def _growing_capacity(self, least: int) -> int | None:
-        """The least capacity with expandable segments, of the same events; None unless gaps between blocks decide."""
+        """The least capacity with expandable segments, of the same events, if gaps between blocks decide."""
         run, unlimited, outside = self._run, self._replay, self.outside_bytes
         assert run is not None
         assert unlimited is not None
@@ -401,7 +401,7 @@ def _only(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> list[d
 
 
 def _card_and_host(shares: Mapping[str, float]) -> dict[str, float]:
-    """The share of the card's kernels, and that of the host while the card has none; the rest waits for other ranks."""
+    """The share of the card's kernels, and that of the host while the card is idle; the rest waits for other ranks."""
     host, others = shares.get(HOST, 0.0), shares.get(COLLECTIVES, 0.0)
     return {"card": max(0.0, 1.0 - host - others), "host": host}
 
@@ -442,7 +442,7 @@ def _standing(model: Any) -> dict[int, float]:
 
 
 def needs_all_layers(values: Mapping[str, object]) -> bool:
-    """Whether a model with fewer layers would train otherwise.
+    """True if a model with fewer layers would train otherwise.
 
     LoRA settings may name single layers, and a recipe may train some of them only, or add some. DeepSpeed lays all
     parameters into flat buffers, which is not a pattern of layers that could be repeated.

@@ -24,13 +24,13 @@ from autofit.probing.result import is_oom
 from autofit.probing.supervise import lives, note_of
 
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_QUIET_S = 5.0  # of waiting, before it is said
+_QUIET_S = 5.0  # of waiting, before a message
 _GATE = "several"  # held by the process that collects several slots
 _HANGS = ".hangs"  # ends the name of the file that names the process which hangs on a slot's card
 
 
 class NoSlot(EnvironmentFault):
-    """Too few slots are left: processes that cannot be killed hang on the others."""
+    """Too few slots are left: unkillable processes hang on the others."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def slots(
 
 
 def is_taken(name: str) -> bool:
-    """Whether a probe or a run of this user holds the slot at this moment."""
+    """True if a probe or a run of this user holds the slot at this moment."""
     try:
         with (slots_folder() / name).open("r") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,21 +74,21 @@ def is_taken(name: str) -> bool:
 
 
 def is_of_card(name: str) -> bool:
-    """Whether a slot is a CUDA card."""
+    """True if a slot is a CUDA card."""
     return name.startswith("cuda-")
 
 
 def set_aside(names: tuple[str, ...], pid: int) -> None:
-    """Give none of these cards' slots away while the process `pid` lives: SIGKILL did not end it.
+    """Withhold these cards' slots while the process `pid` lives: SIGKILL did not end it.
 
-    Without a card it waits for a file system that is away, which keeps no other process from the CPU.
+    A process on the CPU waits for a file system that is away; others may use the CPU meanwhile.
     """
     for name in filter(is_of_card, names):
         write_json(slots_folder() / f"{name}{_HANGS}", note_of(pid))
 
 
 def _usable(names: tuple[str, ...], count: int, folder: Path) -> tuple[str, ...]:
-    """Those of `names` that are not set aside. Raises NoSlot for fewer than `count`."""
+    """The subset of `names` that may be taken. Raises NoSlot for fewer than `count`."""
     notes = {name: read_json(folder / f"{name}{_HANGS}") for name in names}
     hung = {name: note["pid"] for name, note in notes.items() if note is not None and lives(note)}
     if len(names) - len(hung) >= count:
@@ -141,7 +141,7 @@ def slots_folder() -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether `folder` is a folder itself, not a link, in which the user alone can write."""
+    """True if `folder` is a folder itself, rather than a link, in which the user alone can write."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
@@ -157,7 +157,7 @@ _ELSEWHERE = f"or simulate a card ({option('gpu', 'NAME')}), or train on the CPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaStart:
-    """How CUDA started: the versions of torch and of the CUDA it is built for, and why it did not start."""
+    """Outcome of starting CUDA: the versions of torch and of the CUDA it is built for, and the error if it failed."""
 
     torch: str = ""  # "": it could not be asked
     cuda: str | None = None  # None: torch is built for the CPU
@@ -165,7 +165,7 @@ class CudaStart:
 
     @property
     def major(self) -> int:
-        """Of the CUDA that torch is built for; 0 where it is built for none."""
+        """Major version of the CUDA that torch is built for; 0 for a CPU build."""
         return _first_number(self.cuda or "")
 
 
@@ -192,7 +192,7 @@ def held_cards(look: Look) -> tuple[str, ...]:
 
 
 def cuda_start(server: ForkServer, folder: Path, cards: tuple[Gpu, ...]) -> CudaStart:
-    """How CUDA starts on the first of `cards`, in a child of `server`."""
+    """Outcome of starting CUDA on the first of `cards`, in a child of `server`."""
     if not cards:
         return CudaStart(error="no card works")
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def cuda_start(server: ForkServer, folder: Path, cards: tuple[Gpu, ...]) -> Cuda
 
 
 def run(answer: str) -> int:
-    """In the child: write the versions of torch and CUDA, and why CUDA does not start ("" where it does)."""
+    """In the child: write the versions of torch and CUDA, and the error of CUDA's start ("" if it starts)."""
     import torch
 
     error = ""
@@ -228,7 +228,7 @@ def run(answer: str) -> int:
 
 
 def start_problem(look: Look, start: CudaStart) -> str:
-    """Why CUDA does not start on the cards of `look`, and what mends it; "" where it does."""
+    """Reason why CUDA fails to start on the cards of `look`, and its remedy; "" if it starts."""
     if not start.error:
         return ""
     if not look.cards:
@@ -255,6 +255,6 @@ def _first_number(version: str) -> int:
 
 
 def _refused(cards: tuple[Gpu, ...]) -> str:
-    """The first device file that this user may not open; "" where there is none."""
+    """The first device file closed to this user, if there is one, else ""."""
     files = ["/dev/nvidiactl", "/dev/nvidia-uvm", *(f"/dev/nvidia{gpu.index}" for gpu in cards)]
     return next((file for file in files if os.path.exists(file) and not os.access(file, os.R_OK | os.W_OK)), "")

@@ -67,7 +67,7 @@ class RanksEnded:
 
     @property
     def worst(self) -> ProcessEnding:
-        """The end of the rank that failed first, of rank 0 where none did, with any process that SIGKILL left alive."""
+        """The end of the rank that failed first, else of rank 0, with any process that SIGKILL left alive."""
         left = next((ending.left_pid for ending in self.endings if ending.left_pid is not None), None)
         return replace(self.endings[self.first or 0], left_pid=left)
 
@@ -196,7 +196,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def started_by() -> int:
-    """The process that started this one, which may have died since; the parent, where it gave no `computing_env`."""
+    """The process that started this one, which may have died since; by default, the parent."""
     return int(os.environ.get(_PARENT, os.getppid()))
 
 
@@ -205,7 +205,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def kill_descendants(*, but: frozenset[int]) -> None:
-    """Kill all descendants of this process, without those of its children `but`.
+    """Kill all descendants of this process, except those of its children `but`.
 
     Orphans are reparented to it meanwhile, so repeat until none is left, or KILLED_WITHIN_S have passed.
     """
@@ -230,7 +230,7 @@ def _descendants(but: frozenset[int]) -> list[psutil.Process]:
 
 
 def kernel_oom_kills() -> int:
-    """Number of out-of-memory kills by the kernel since boot (/proc/vmstat); 0 if the kernel does not report it."""
+    """Number of out-of-memory kills by the kernel since boot (/proc/vmstat); 0 if the kernel hides it."""
     try:
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -239,7 +239,7 @@ def kernel_oom_kills() -> int:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port of this machine's `address` ("": of all) that nobody listens on now; somebody may, before its users."""
+    """A currently free port of this machine's `address` ("": of all). Another process may take it before its users."""
     with socket.socket() as found:
         found.bind((address, 0))
         return int(found.getsockname()[1])
@@ -249,7 +249,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def birth(pid: int) -> str | None:
-    """The birth of the living process `pid`, equal for no other one; None if there is none, or only a zombie."""
+    """The birth of the living process `pid`, unique to it; None if it is missing, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[_STATE] in "ZX" else f"{_BOOT.read_text().strip()} {fields[_START]}"
@@ -258,12 +258,12 @@ def birth(pid: int) -> str | None:
 
 
 def note_of(pid: int) -> dict[str, object]:
-    """What `lives` needs of the process `pid`, which may have ended."""
+    """Note on the process `pid` for `lives`; the process may have ended."""
     return {"pid": pid, "birth": birth(pid)}
 
 
 def lives(note: Mapping[str, object]) -> bool:
-    """Whether the process of `note` is alive."""
+    """True if the process of `note` is alive."""
     pid = str(note.get("pid"))
     return pid.isdecimal() and note.get("birth") is not None and birth(int(pid)) == note["birth"]
 
@@ -275,7 +275,7 @@ Job = Callable[[], T]
 
 
 def shared_out(jobs: Sequence[Job[T]], processes: int) -> list[T]:
-    """What the jobs return, in their order; each of `processes`, this one among them, does its share.
+    """Results of the jobs, in their order; each of `processes`, this one among them, does its share.
 
     To be called before this process has run a backward pass, whose threads a fork does not have. The jobs of a fork
     that ends without an answer, by an exception or a kill, are done here, where an exception is raised.
@@ -326,7 +326,7 @@ KeepProbes = Callable[[Sequence[ProbeRequest]], RanksEnded]  # starts a worker f
 
 
 def has_ranks(request: ProbeRequest) -> bool:
-    """Whether `request` is for a probe with a process for each rank; a simulated one has a single process."""
+    """True if `request` is for a probe with a process for each rank; a simulated one has a single process."""
     return request.rank is None and not request.device.startswith("sim:") and not Launch.of(request.values).is_plain
 
 

@@ -181,7 +181,7 @@ def run(request_path: str, *, until_saved: bool = False) -> int:
 
 
 def _has_engine(request: ProbeRequest) -> bool:
-    """Whether the probe is of a real training beside a vLLM engine in its own process."""
+    """True if the probe is of a real training beside a vLLM engine in its own process."""
     values = request.values
     colocated = is_on(values.get("use_vllm")) and values.get("vllm_mode", "colocate") == "colocate"
     return colocated and not request.device.startswith("sim:")
@@ -324,7 +324,7 @@ def _train_and_resume(
 
 
 def _train_until_saved(request: ProbeRequest, recorder: PhaseRecorder, trainer: Trainer) -> None:
-    """Load, one step, save; whatever is left of the run is freed, and the phase is the resumption."""
+    """Load, one step, save; the rest of the run is freed, and the phase is the resumption."""
     recorder.enter(LOAD)
     run: Run | None = trainer.build(split(request.values)[1], _task(request, steps=1))
     assert run is not None
@@ -374,9 +374,9 @@ def _train_simulated(
 def _simulated(
     request: ProbeRequest, memory: Any, recorder: PhaseRecorder, trainer: Trainer, *, pattern: int | None
 ) -> tuple[Run, Any]:
-    """The run and what it says; with all its micro-batches where those that were left out cannot be repeated.
+    """The run and its simulation; with all its micro-batches if those left out differ from the repeated ones.
 
-    With a `pattern` models have few layers, which are alike after so many; with None they have all.
+    With a `pattern` models have few layers, alike after this number of them; with None they have all.
     """
     from autofit.fakegpu.depth.expand import RoundsDifferError
 
@@ -404,7 +404,7 @@ def _train_on_card(
         recorder.enter(LOAD)
         run = trainer.build(values, _task(request, steps=2))
         loaded = loaded_bytes(run.model)
-        loads_apart = not launch.is_deepspeeds  # whose engine makes what it keeps on the host before the first step
+        loads_apart = not launch.is_deepspeeds  # whose engine makes its host copies before the first step
         marks = _StepMarks(recorder, memory, measure_after=1, loads_apart=loads_apart, leaves_out=leaves_out)
         run.train(marks)
         recorder.enter("end")
@@ -452,7 +452,7 @@ class _StepMarks(Followed):
         return bool(self._memory.micro_batches_alike())
 
     def saved_bytes(self, launch: Launch, *, with_optimizer: bool) -> int | None:
-        """The most bytes of what was trained that a save gathers; None for a run that did not tell of it."""
+        """The most bytes of trained state that a save gathers; None for a run that hides it."""
         from autofit.probing.simulated import saved_bytes
 
         return None if self._trained is None else saved_bytes(*self._trained, launch, with_optimizer=with_optimizer)

@@ -42,12 +42,12 @@ def prove(checkpoint: Path) -> None:
 
 
 def is_proven(checkpoint: Path) -> bool:
-    """Whether `checkpoint` has a manifest that can be read."""
+    """True if `checkpoint` has a readable manifest."""
     return _recorded(checkpoint) is not None
 
 
 def first_difference(checkpoint: Path) -> str | None:
-    """The first file of `checkpoint` that is not as its manifest says, as words; None: every file is."""
+    """The first file of `checkpoint` that differs from its manifest, in words, if any does."""
     for name, (size, checksum) in (_recorded(checkpoint) or {}).items():
         path = checkpoint / name
         if not path.is_file():
@@ -89,7 +89,7 @@ def _sync(folder: Path) -> None:
 
 
 def unreadable(checkpoint: Path, *, without: str = "") -> str | None:
-    """The first file of `checkpoint` that is torn, as words; None: none is. Leaves out the file `without`.
+    """The first torn file of `checkpoint`, in words, if any is. Leaves out the file `without`.
 
     Sees files that are empty, cut off or overwritten by zeros, as a kill or a full disk leaves them.
     """
@@ -105,7 +105,7 @@ def unreadable(checkpoint: Path, *, without: str = "") -> str | None:
 
 
 def _is_archive(path: Path) -> bool:
-    """What torch.save writes: a zip archive with the checksum of every record."""
+    """True for an intact file of torch.save: a zip archive with the checksum of every record."""
     with zipfile.ZipFile(path) as archive:
         return archive.testzip() is None
 
@@ -138,7 +138,7 @@ _KEPT = 2  # of autofit's own: the newest, and one before it should the newest b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedOver:
-    """A checkpoint from which the run does not go on."""
+    """A checkpoint that the run skips when it resumes."""
 
     checkpoint: Path
     reason: str  # as a predicate: "is torn (...)"
@@ -148,7 +148,7 @@ class PassedOver:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Every checkpoint of a run whose output folder is `output`, whole or not, newest first."""
+    """Every checkpoint of a run whose output folder is `output`, whole or torn, newest first."""
     found = [p for home in (output, own_checkpoints(output)) for p in home.glob("checkpoint-*")]
     return sorted((p for p in found if step_of(p) >= 0 and p.is_dir()), key=step_of, reverse=True)
 
@@ -157,7 +157,7 @@ def last_checkpoint(
     output: Path, is_whole: Callable[[Path], bool], *, steps_between: int = 1, without: Iterable[Path] = (),
     passes_over: Callable[[PassedOver], None] = lambda _: None,
 ) -> Path | None:  # fmt: skip
-    """The newest whole checkpoint in `output`, or None. Torn ones that are newer are put aside, and told.
+    """The newest whole checkpoint in `output`, if any. Newer torn ones are put aside, and reported.
 
     Leaves out the checkpoints `without`, and those that are not of a multiple of `steps_between` steps.
     """
@@ -174,7 +174,7 @@ def last_checkpoint(
 
 
 def what_is_torn(checkpoint: Path, is_whole: Callable[[Path], bool]) -> str | None:
-    """Why training cannot continue from `checkpoint`, as words; None: it can.
+    """Reason why training cannot continue from `checkpoint`, in words; None: it can.
 
     A checkpoint with a manifest is whole if every file is as saved; another one if every file can be read to its end.
     """
@@ -207,7 +207,7 @@ def delete_own(output: Path) -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint has finished; -1 for a folder that is none."""
+    """The optimizer steps that a checkpoint has finished; -1 for any other folder."""
     tail = checkpoint.name.rsplit("-", 1)[1]
     return int(tail) if tail.isdecimal() else -1
 
@@ -221,7 +221,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def unwritten(checkpoint: Path, error: Exception) -> str | None:
-    """What kept `checkpoint` from being written, as a sentence; None for an error that is not the disk's.
+    """Cause that kept `checkpoint` from being written, as a sentence, if it is the disk's.
 
     torch and safetensors say a full disk in errors of their own, so one more write is tried.
     """
@@ -248,7 +248,7 @@ def reason_of(error: Exception, output: Path) -> str:
 
 
 class Lenient:
-    """A text stream that loses what a full disk does not take, where print would raise."""
+    """A text stream that drops text that a full disk refuses, where print would raise."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -270,12 +270,12 @@ class Lenient:
 
 
 def print_leniently() -> None:
-    """Let no print of this process fail because the disk of its log is full."""
+    """Make prints of this process survive a full disk of its log."""
     sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)
 
 
 def _write_error(checkpoint: Path) -> OSError | None:
-    """The error of writing a small file beside what there is of `checkpoint`; None if it can be written."""
+    """The error, if any, of writing a small file beside the existing part of `checkpoint`."""
     path = _existing(checkpoint) / ".autofit-write"
     try:
         path.write_bytes(_PROBE)

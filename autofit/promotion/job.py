@@ -61,7 +61,7 @@ _CHECKPOINTS = 5  # that are passed over, one after the other, as no rank can lo
 def run_ranks(folder: Path, launch: Launch, keep: Keep) -> ProcessEnding:
     """Train on the ranks of `launch` until their end; what ended them is in the folder of the run.
 
-    `keep` gets what is each rank's own in its environment. Returns the end of the rank that failed first; of rank 0
+    `keep` gets each rank's own part of its environment. Returns the end of the rank that failed first; of rank 0
     where none did.
     """
     forget_unloadable(folder)
@@ -84,7 +84,7 @@ def run_ranks(folder: Path, launch: Launch, keep: Keep) -> ProcessEnding:
 
 
 def _own(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    """What a rank must know before its first import; the rest it asks accelerate's code for."""
+    """Environment that a rank needs before its first import; the rest it asks accelerate's code for."""
     threads = threads_of_each(launch.ranks // launch.machines)
     return {"RANK": str(rank), ADDRESS: LOOPBACK, "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
 
@@ -105,7 +105,7 @@ def in_processes(
 
 
 def start_rank(request_path: Path, folder: Path, rank: int, cwd: str, env: Mapping[str, str]) -> int:
-    """Start one rank in a process of its own; its pid. It hears signals once it listens, and none is lost before."""
+    """Start one rank in a process of its own; its pid. It gets signals once it listens; earlier ones stay pending."""
     return start_deaf("autofit.promotion.training", request_path, log=log_of(folder, rank), cwd=cwd, env=env)
 
 
@@ -126,7 +126,7 @@ def _say(folder: Path, launch: Launch, ended: RanksEnded) -> None:
 
 
 def _was_killed(ending: ProcessEnding) -> bool:
-    """Whether somebody else than the keeper killed a rank."""
+    """True if another process than the keeper killed a rank."""
     return ending.exit_code < 0 and not ending.abandoned and not ending.deadline_passed
 
 
@@ -182,12 +182,12 @@ def _run(request: Mapping[str, object], request_path: Path, folder: Path) -> Non
             )  # fmt: skip
             keep = server.beside(in_processes(request_path, folder, cwd=cwd, env=env, abandoned=server.is_over))
         ending = train_to_the_end(request_path, folder, keep)
-        if ending.left_pid is not None:  # give these slots to nobody while the training hangs in the driver
+        if ending.left_pid is not None:  # withhold these slots while the training hangs in the driver
             set_aside(held, ending.left_pid)
 
 
 def _env_of(cards: Sequence[str]) -> dict[str, str]:
-    """The environment of a process on these cards; of one on the CPU where there are none."""
+    """The environment of a process on these cards; of one on the CPU if there are none."""
     env = computing_env()
     if cards:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
@@ -217,9 +217,9 @@ FILES = (_FILE, "rescued.yaml", "rescued.accelerate.yaml")
 
 
 def goes_on(request_path: Path, ending: ProcessEnding) -> bool:
-    """Whether the training is to start again: it was out of memory, and its request now has the next rung's values.
+    """True if the training is to start again: it was out of memory, and its request now has the next rung's values.
 
-    Without a rung that is left, the reason is in failed.json.
+    If all rungs are used up, the reason is in failed.json.
     """
     request = written_json(request_path)
     folder = Path(str(request["folder"]))
@@ -256,13 +256,12 @@ def rescues(folder: Path) -> list[dict[str, object]]:
 
 
 def carried(folder: Path, ladder: RescueLadder) -> dict[str, object]:
-    """What a request of the run must have after its rescues: the values that run now, and the rescues."""
+    """Fields of a request of the run after its rescues: the values that run now, and the rescues."""
     return {"values": dict(ladder.running(taken(folder)).values), "rescues": rescues(folder)}
 
 
 def _killed_oom(request: Mapping[str, object], folder: Path, ending: ProcessEnding) -> Oom | None:
-    """The OOM of a training that could not tell it: killed by the kernel, or ended by a library that was out of
-    memory."""
+    """The OOM of a training killed by the kernel, or ended by a library that was out of memory."""
     if RunFolder(folder).is_over:
         return None
     if ending.kernel_oom:
@@ -278,7 +277,7 @@ def _killed_oom(request: Mapping[str, object], folder: Path, ending: ProcessEndi
 
 
 def _proven(ladder: RescueLadder, rung: RescueStep, folder: Path, cwd: str) -> str | None:
-    """What the gradient proof says of a rung that claims to be neutral; None if it is not neutral, or not provable."""
+    """Support for a rung, in words: its gradient proof, or its allowed lower tier; None if the proof fails."""
     if rung.tier != "neutral":
         return f"{rung.tier}, as allowed"
     recipe = ladder.running(taken(folder))
@@ -320,7 +319,7 @@ def _in_words(recipe: Recipe, rung: RescueStep, oom: Oom, said: str) -> str:
 
 
 def _remarks(recipe: Recipe, rung: RescueStep) -> str:
-    """What is not the same under the rung, though its gradient is."""
+    """Differences under the rung that its equal gradient hides."""
     found = [rung.remark] if rung.remark else []
     if recipe.keys.accumulation in rung.changes and recipe.resolved.get("use_peft"):
         dropout = recipe.resolved.get("lora_dropout")

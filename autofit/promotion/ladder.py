@@ -1,8 +1,8 @@
-"""The ladder of a full run: the next settings that need less memory and train the same recipe. No torch here.
+"""The ladder of a full run: the next settings that need less memory and train the same recipe. Free of torch.
 
 A rung changes one thing: the micro-batch is made smaller and the accumulation larger, or one knob of the trainer's
-search space that is listed from least to most memory takes one step down. The effective batch is never changed, nor
-the completions generated at once, unless memory ran out while they were generated.
+search space that is listed from least to most memory takes one step down. The effective batch is always kept, and so
+are the completions generated at once, unless memory ran out while they were generated.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,14 +37,14 @@ def smaller_micro_batch(space: Space, recipe: Recipe, oom: Oom) -> list[dict[str
 
 
 def _drops_fewer(recipe: Recipe, smaller: int, oom: Oom) -> bool:
-    """Whether fewer samples would be dropped at the end of an epoch (dataloader_drop_last): others are trained on."""
+    """True if fewer samples would be dropped at the end of an epoch (dataloader_drop_last): others are trained on."""
     rest, ranks = _left_over(recipe, oom), recipe.world_size
     drops = oom.samples is not None and oom.samples.drops_last
     return drops and rest % (recipe.micro_batch_size * ranks) != rest % (smaller * ranks)
 
 
 def last_step_differs(recipe: Recipe, oom: Oom) -> str:
-    """How a smaller micro-batch changes the last step of an epoch; "" if it does not."""
+    """Effect of a smaller micro-batch on the last step of an epoch, in words; "" if it has none."""
     facts, rest = oom.samples, _left_over(recipe, oom)
     if facts is None or facts.drops_last or facts.weighs_alike or not rest % recipe.micro_batch_size:
         return ""
@@ -55,7 +55,7 @@ def last_step_differs(recipe: Recipe, oom: Oom) -> str:
 
 
 def _left_over(recipe: Recipe, oom: Oom) -> int:
-    """Samples of the incomplete step at the end of an epoch; 0 where the training has none, or it is not known."""
+    """Samples of the incomplete step at the end of an epoch; 0 if the training has none, or it is unknown."""
     facts, batch = oom.samples, recipe.effective_batch_size
     if facts is None or facts.rows is None or recipe.generates:
         return 0
@@ -75,7 +75,7 @@ def smaller_rollout(space: Space, recipe: Recipe, oom: Oom) -> list[dict[str, Va
 
 
 def _ends_elsewhere(recipe: Recipe, smaller: int, oom: Oom) -> bool:
-    """Whether an epoch would leave out other prompts at its end, or it is not known."""
+    """True if an epoch would leave out other prompts at its end, or if that is unknown."""
     if oom.samples is None or oom.samples.rows is None:
         return True
     prompts = recipe.generation_batch_size // recipe.num_generations
@@ -97,7 +97,7 @@ def one_down(space: Space) -> list[dict[str, Value]]:
 
 
 def largest_part(number: int) -> int | None:
-    """The largest divisor of `number` below it; None for 1."""
+    """The largest divisor of `number` below it, for numbers above 1."""
     return next((number // n for n in range(2, number + 1) if number % n == 0), None)
 
 
@@ -128,7 +128,7 @@ class RescueStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A trial of the study: how it differs from the promoted one, and what it measured."""
+    """A trial of the study: its changes against the promoted one, and its measured figures."""
 
     changes: Mapping[str, object]
     step_s: float
@@ -137,7 +137,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescueLadder:
-    """What the rungs of a promoted run follow from: facts of its study, as plain values."""
+    """Facts of a promoted run's study from which its rungs follow, as plain values."""
 
     trial: int
     trainer: str
@@ -232,7 +232,7 @@ class RescueLadder:
         ]
 
     def _remark(self, changes: Mapping[str, object], recipe: Recipe, oom: Oom) -> str:
-        """What is not the same under `changes`, though the gradient of a whole step is."""
+        """Differences under `changes` that the equal gradient of a whole step hides."""
         if self.keys.accumulation in changes:
             return last_step_differs(recipe, oom)
         if self.keys.rollout in changes:
@@ -251,7 +251,7 @@ class RescueLadder:
         return None
 
     def _in_order(self, rungs: list[RescueStep], recipe: Recipe) -> list[RescueStep]:
-        """Higher tiers first, then what changes nothing at all, then the fastest that the study measured."""
+        """Higher tiers first, then rungs with identical training, then the fastest that the study measured."""
         return sorted(rungs, key=lambda r: (TIERS.index(r.tier), bool(r.remark), self._step_s(r, recipe)))
 
     def _step_s(self, rung: RescueStep, recipe: Recipe) -> float:
@@ -278,6 +278,6 @@ def _difference(one: Mapping[str, object], other: Mapping[str, object]) -> dict[
 
 
 def _evaluation(recipe: Recipe) -> list[RescueStep]:
-    """A smaller micro-batch of the evaluation, which trains nothing."""
+    """A smaller micro-batch of the evaluation, which leaves the training as it is."""
     smaller = None if recipe.generates else largest_part(cast(int, recipe.resolved.get(_EVALUATION) or 1))
     return [] if smaller is None else [RescueStep(changes={_EVALUATION: smaller})]

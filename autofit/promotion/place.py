@@ -38,7 +38,7 @@ def working_folder(searched_from: Path, studies: Path, values: Mapping[str, obje
 
 
 def check_found(values: Mapping[str, object], place: Path, *, searched_from: Path) -> None:
-    """Raise ConfigError for data, a model or a reward module of the recipe that is not found from `place`."""
+    """Raise ConfigError for data, a model or a reward module of the recipe that is missing when seen from `place`."""
     lost = missing(values, place)
     if not lost:
         return
@@ -50,7 +50,7 @@ def check_found(values: Mapping[str, object], place: Path, *, searched_from: Pat
 
 
 def missing(values: Mapping[str, object], place: Path) -> list[str]:
-    """The files and modules that the recipe names and that are not there, seen from `place`: `data.jsonl (key)`."""
+    """The missing files and modules that the recipe names, seen from `place`: `data.jsonl (key)`."""
     lost = [(key, text) for key, text in _named(values) if _must_be_there(key, text)]
     return [f"{text} ({key})" for key, text in lost if not _is_there(key, text, place)]
 
@@ -62,7 +62,7 @@ def _named(values: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def _must_be_there(key: str, text: str) -> bool:
-    """Whether `text` can only be a file or a module; `data` may also be a dataset of the Hub."""
+    """True if `text` can only be a file or a module; `data` may also be a dataset of the Hub."""
     path = _IS_A_PATH.fullmatch(text) and "://" not in text and "*" not in text
     return bool(path) or _module(key, text) is not None
 
@@ -84,7 +84,7 @@ def _module(key: str, text: str) -> str | None:
 
 
 def texts_in(value: object, *, without: Callable[[str], object] = lambda key: None) -> Iterator[str]:
-    """Every text inside `value`, but those below keys of which `without` is true."""
+    """Every text inside `value`, except those below keys for which `without` is true."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -99,9 +99,9 @@ _LONGEST_SIGNAL_S = 600.0
 def training_device(
     studied: Device, asked: str, *, begun: Mapping[str, object] | None = None, executor: Executor = LOCAL
 ) -> Device:
-    """`cpu` or `cuda`: what was asked, what the run has `begun` on, or the device of the study, `studied`.
+    """`cpu` or `cuda`: the requested device, the one the run has `begun` on, or that of the study, `studied`.
 
-    Raises ConfigError where the study is of a card that this machine lacks and nobody said where to train. On Slurm
+    Raises ConfigError if the study is of a card that this machine lacks and no device was requested. On Slurm
     the job looks at the cards of its nodes.
     """
     if executor.is_cluster and "cuda" in (asked, studied) and asked != "cpu":
@@ -124,7 +124,7 @@ _SAY_WHERE = (
 
 
 def machines_of(launch: Launch, executor: Executor) -> int:
-    """The machines on which `launch` trains with `executor`. Raises ConfigError where its ranks cannot be so divided.
+    """The machines on which `launch` trains with `executor`. Raises ConfigError if its ranks fail to divide so.
 
     Its ranks stay as many as they are, and so does the effective batch.
     """
@@ -146,7 +146,7 @@ def machines_of(launch: Launch, executor: Executor) -> int:
 
 
 def check_ranks(launch: Launch, device: Device, executor: Executor = LOCAL) -> None:
-    """Raise ConfigError for a launch whose ranks cannot be started on `device` of this machine, or of Slurm's."""
+    """Raise ConfigError for a launch whose ranks `device` of this machine, or of Slurm's, is unable to start."""
     write = f"write its files with {option('write-only')}, and start it with the command that they name"
     if launch.machines > 1 and not executor.is_cluster:
         raise ConfigError(
@@ -167,7 +167,7 @@ def server_of(
     resolved: Mapping[str, object], values: Mapping[str, object], device: Device, executor: Executor, *,
     say: Callable[[str], None] = lambda _: None,
 ) -> RolloutServer | None:  # fmt: skip
-    """The vLLM server that the job of the run starts, and where; None where the recipe has none, or the user starts it.
+    """The vLLM server that the job of the run starts, and where; None if the recipe has none, or the user starts it.
 
     On this machine a recipe says that it has cards for its server (`launch.server_ranks`). Raises ConfigError for one
     that cannot be started.
@@ -186,7 +186,7 @@ def server_of(
 
 
 def for_slurm(executor: Executor, launch: Launch, device: Device, server: RolloutServer | None = None) -> Executor:
-    """`executor` with what the run needs and nobody asked for: its nodes, and a card for each rank.
+    """`executor` with the run's needs that the user left open: its nodes, and a card for each rank.
 
     A server has a node of its own. Slurm gives all nodes of a job as many cards as the one that needs most.
     """
@@ -227,12 +227,12 @@ _EACH_MACHINE = "# on each machine add: --machine_rank NUMBER_FROM_0 --main_proc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A tuned recipe. `values` may have a `launch`, which no trainer takes: it goes to the accelerate config."""
+    """A tuned recipe. `values` may have a `launch`, which goes to the accelerate config instead of the trainer."""
 
     values: Mapping[str, object]
     comment: str
     command: str | None = None  # what runs the YAML without autofit, up to the file's name
-    remark: str = ""  # what is left to do before it runs
+    remark: str = ""  # work left to the user before it runs
 
     @property
     def launch(self) -> Launch:
@@ -240,9 +240,9 @@ class Tuned:
         return split(self.values)[0]
 
     def write(self, path: Path, *, accelerate: Path | None = None) -> tuple[Path, ...]:
-        """Write the YAML to `path`, and where the launch is not plain the accelerate config to `accelerate`.
+        """Write the YAML to `path`, and for ranks the accelerate config to `accelerate`. Returns the written paths.
 
-        The latter's default is beside the YAML, as its stem and `.accelerate.yaml`. Returns what was written.
+        The latter's default is beside the YAML, as its stem and `.accelerate.yaml`.
         """
         launch, values = split(self.values)
         values = {**values, **launch.flags}
@@ -258,7 +258,7 @@ class Tuned:
         return (path, beside)
 
     def command_line(self, written: Sequence[Path]) -> str | None:
-        """The command that trains the files that `write` returned; None where the trainer has none."""
+        """The command that trains the files that `write` returned, if the trainer has one."""
         if self.command is None:
             return None
         path, *others = written

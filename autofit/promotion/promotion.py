@@ -74,7 +74,7 @@ _LOOK_S = 0.1  # between two looks at a run
 
 
 def edit_note(record: StudyRecord, cwd: Path) -> str:
-    """What the recipe's file says otherwise than the study, if it was edited after the last search; else ""."""
+    """Differences of the recipe's file from the study, if it was edited after the last search; else ""."""
     path = Path(str(record.foreign["path"])) if record.foreign else cwd / f"{record.recipe_name}.yaml"
     if not record.used or not os.path.isfile(path) or path.suffix not in (".yaml", ".yml", *SCRIPTS):
         return ""
@@ -106,7 +106,7 @@ def edit_note(record: StudyRecord, cwd: Path) -> str:
 
 
 def _known(record: StudyRecord) -> dict[str, object]:
-    """What the study has of its recipe's file, by the names that stand there."""
+    """The study's content of its recipe's file, by the names that stand there."""
     older = {key: record.values[name] for key, name in record.other_names.items() if name in record.values}
     return {**_with_its_file(record.values), **older}
 
@@ -230,7 +230,7 @@ def plan_promotion(
 
 
 def _spelling(record: StudyRecord, changes: Mapping[str, object]) -> str:
-    """What a user of older libraries should know of the tuned YAML's keys; "" where the recipe has today's."""
+    """Note on the tuned YAML's keys for a user of older libraries; "" if the recipe has today's."""
     older = {new: old for old, new in reversed(RENAMED)}
     new = dict.fromkeys(outer for key in changes if (outer := key.partition(".")[0]) in older)
     said = "".join(f", {key} was {older[key]}" for key in new if key not in record.values)
@@ -244,7 +244,7 @@ def _of_made_up(record: StudyRecord) -> str:
 
 
 def _in_own_keys(origin: Mapping[str, object], chosen: Trial, say: Callable[[str], None]) -> OwnFile | None:
-    """The user's file of another tool with the trial's changes; None where there is none, or it cannot say them."""
+    """The user's file of another tool with the trial's changes, if there is one and it has keys for them."""
     if not origin:
         return None
     try:
@@ -255,7 +255,7 @@ def _in_own_keys(origin: Mapping[str, object], chosen: Trial, say: Callable[[str
 
 
 def promise_of(chosen: Trial, record: StudyRecord, proof: str) -> Promise | None:
-    """What the trial's probe, or its confirmation, leads to expect of the full run."""
+    """Expectations of the full run that follow from the trial's probe, or its confirmation."""
     if chosen.figures is None:
         return None
     return Promise.of(
@@ -372,7 +372,7 @@ def follow(
 
 
 def _fault(folder: Path, *, more_may_come: bool) -> EnvironmentFault | None:
-    """The reason why a run without a process is not done; None where its node's last words may not be seen yet."""
+    """The reason why a run that has ended is unfinished; None if its node's last words may still be on their way."""
     failure = RunFolder(folder).failure()
     if failure is not None:
         return EnvironmentFault(f"the run failed: {failure}; see {log_of(folder)}")
@@ -389,7 +389,7 @@ def _fault(folder: Path, *, more_may_come: bool) -> EnvironmentFault | None:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Size and time of change of a file; another one once it is written to or replaced. None: there is no file."""
+    """Size and time of change of a file; another pair once it is written to or replaced. None: it is missing."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -411,7 +411,7 @@ def _say_new(
     folder: Path, said: set[Line], show: Callable[[dict[str, object]], None],
     tell: Callable[[RunEvent], None],
 ) -> None:  # fmt: skip
-    """Show the steps and tell the events that are not in `said` yet, in the order in which they happened."""
+    """Show the steps and tell the events that are new to `said`, in the order in which they happened."""
     news: list[tuple[Line, Callable[[], None]]] = []
     news += [(_of_step(line), partial(show, line)) for line in read_progress(folder)]
     news += [((event.time, event.text), partial(tell, event)) for event in events_of(folder)]
@@ -443,7 +443,7 @@ Say = Callable[[str], None]
 def as_a_trial(
     asked: str, study: optuna.Study, folder: Path, *, executor: Executor, say: Say, launcher: Launcher | None = None
 ) -> str:
-    """What to call the trial that `asked` names, once every point that this means has been probed.
+    """Name of the trial that `asked` means, once every point that this covers has been probed.
 
     A point known by prediction only becomes a trial: `p1` its own, "leanest" each that is predicted to be the leanest.
     Raises ConfigError for a study whose points cannot be probed, and EnvironmentFault for a probe that was killed.
@@ -456,7 +456,7 @@ def as_a_trial(
 
 
 def _meant(asked: str, study: optuna.Study) -> Foreseen | None:
-    """The predicted point that `asked` names; None where it names a trial."""
+    """The predicted point that `asked` names; None if it names a trial."""
     points = [point for point in record_of(study).points_ahead if point.name]
     if asked == LEANEST:
         return leanest_foreseen(trials_of(study), points)

@@ -31,7 +31,7 @@ _RSS_EVERY_S = 0.5  # between two readings of the process' memory
 
 
 class RunRecorder(Report):
-    """Writes each logged step to progress.jsonl and what watchers say to events.jsonl; saves about once a minute."""
+    """Writes each logged step to progress.jsonl and the watchers' events to events.jsonl; saves about once a minute."""
 
     ranks = 1
 
@@ -113,7 +113,7 @@ class RunRecorder(Report):
         self._ask(lambda watcher: watcher.logs(line))
 
     def _peaks(self) -> dict[str, int]:
-        """The peaks of the card's memory since the run began; empty without a card."""
+        """The peaks of the card's memory since the run began; empty on a machine that lacks one."""
         return since_beginning()
 
     def _rss(self) -> int:
@@ -128,7 +128,7 @@ class RunRecorder(Report):
         self._ask(lambda watcher: watcher.ends())
 
     def _ask(self, question: Callable[[Watcher], Iterable[RunEvent]]) -> None:
-        """Ask every watcher. One that fails is asked no more: hours of training must not end by it."""
+        """Ask every watcher. One that fails is dropped: hours of training must go on."""
         for watcher in tuple(self._watchers):
             try:
                 events = list(question(watcher))
@@ -188,7 +188,7 @@ _PATIENCE = timedelta(days=2)  # the job ends all ranks once one is gone; a long
 
 
 class Together:
-    """The ranks of this run, over a gloo group of their own: no card waits for it, and NCCL's time-out does not count.
+    """The ranks of this run, over a gloo group of their own: cards go on meanwhile, and NCCL's time-out is unaffected.
 
     Every rank calls the same methods in the same order.
     """
@@ -199,7 +199,7 @@ class Together:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """What `decide` returns on rank 0, on every rank; the others do not call it."""
+        """The result of `decide` on rank 0, for every rank; only rank 0 calls it."""
         found = [decide() if self.rank == 0 else None]
         dist.broadcast_object_list(found, src=0, group=self._group)
         return found[0]
@@ -226,7 +226,7 @@ class Together:
 
 
 class _Rank(Where):
-    """What every rank does: keeps its place in a file, and saves and stops when all do."""
+    """Common part of every rank: keeps its place in a file, and saves and stops when all do."""
 
     together: Together
     place: Place
@@ -240,7 +240,7 @@ class _Rank(Where):
         self.place.keep(self.steps, self.at_work)
 
     def save_failed(self, checkpoint: Path, error: Exception) -> bool:
-        """False: the other ranks are in the midst of saving, so none can go on."""
+        """False: the other ranks are in the midst of saving, so this one must stop too."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""The files of a full run beside its steps and events: its end, also when asked, an OOM, its ranks. No torch here."""
+"""The files of a full run beside its steps and events: its end, also when asked, an OOM, its ranks. Free of torch."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ _FINAL, _FAILED, _REQUEST, _STARTED = "final.json", "failed.json", "request.json
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The folder of a full run: what is asked of the run, and how it ended."""
+    """The folder of a full run: its request, and its end."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class RunFolder:
         return self.path / _REQUEST
 
     def request(self) -> dict[str, object] | None:
-        """What the run was launched with; None before its first launch."""
+        """The request that the run was launched with; None before its first launch."""
         return read_json(self.request_path)
 
     def start(self, **more: str) -> None:
@@ -45,7 +45,7 @@ class RunFolder:
         write_json(self.path / _STARTED, note_of(os.getpid()) | more)
 
     def final(self) -> dict[str, object] | None:
-        """The summary of a run that is done; what it trained is where this folder is now, if it was moved or copied."""
+        """The summary of a run that is done; its model's path is corrected if this folder was moved or copied."""
         found, request = read_json(self.path / _FINAL), self.request()
         if found is not None and request is not None:
             trained, was = Path(str(found.get("output_dir", ""))), Path(str(request.get("folder")))
@@ -58,7 +58,7 @@ class RunFolder:
         write_json(self.path / _FINAL, final)
 
     def failure(self) -> str | None:
-        """Why the run failed; None where it did not."""
+        """Reason why the run failed, if it did."""
         found = read_json(self.path / _FAILED)
         return None if found is None else str(found["reason"])
 
@@ -76,7 +76,7 @@ class RunFolder:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is done or has failed, so that nobody is to start it again by itself."""
+        """True if the run is done or has failed, so that only a user may start it again."""
         return self.is_done or self.has_failed
 
     def state(self, alive: Callable[[], bool]) -> State:
@@ -84,7 +84,7 @@ class RunFolder:
         return "done" if self.is_done else "running" if alive() else "failed" if self.has_failed else "interrupted"
 
     def forget_end(self, *, restart: bool = False) -> None:
-        """The run starts again; with `restart` from step 0, so what it has reached is forgotten too."""
+        """Prepare a new start of the run; with `restart` from step 0, so its results are deleted too."""
         for name in (STOP, _STARTED, "job.json", _FAILED, _OOM, _ENDED, REQUEUES, *((_FINAL,) if restart else ())):
             (self.path / name).unlink(missing_ok=True)
 
@@ -130,7 +130,7 @@ def tell_failure(folder: Path, rank: int, reason: str) -> None:
 
 
 def first_failure(folder: Path, ranks: int) -> Failure | None:
-    """What the rank that failed first said; None where none said anything."""
+    """The error of the rank that failed first, if any left one."""
     found = (read_json(_failure_path(folder, rank)) for rank in range(ranks))
     failures = [Failure(**content) for content in found if content is not None]  # type: ignore[arg-type]
     return min(failures, key=lambda failure: failure.time, default=None)
@@ -144,12 +144,12 @@ def forget_ranks(folder: Path, ranks: int) -> None:
 
 
 def tell_unloadable(folder: Path, checkpoint: Path, reason: str) -> None:
-    """Keep that no rank is to start from `checkpoint` again; the ranks cannot try another one in this process."""
+    """Note that ranks must start without `checkpoint`; they are unable to try another one in this process."""
     write_json(folder / _UNLOADABLE, {"checkpoints": {**unloadable(folder), str(checkpoint): reason}})
 
 
 def unloadable(folder: Path) -> dict[str, str]:
-    """{checkpoint that could not be loaded: why, as a predicate}."""
+    """{checkpoint that failed to load: why, as a predicate}."""
     content = read_json(folder / _UNLOADABLE) or {}
     found = content.get("checkpoints")
     return {str(name): str(reason) for name, reason in found.items()} if isinstance(found, dict) else {}
@@ -170,7 +170,7 @@ def _place_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oom:
-    """Where a run was out of memory, and where it goes on."""
+    """Place where a run was out of memory, and the step from which it goes on."""
 
     message: str
     phase: str = LOAD
@@ -205,7 +205,7 @@ def keep_oom(folder: Path, oom: Oom) -> None:
 
 
 def read_oom(folder: Path) -> Oom | None:
-    """The OOM with which the last start of the run ended; None if it ended otherwise."""
+    """The OOM with which the last start of the run ended, if it did."""
     content = read_json(folder / _OOM)
     if content is None:
         return None
@@ -228,7 +228,7 @@ _LONGEST = 160
 
 
 def write_ending(folder: Path, ending: ProcessEnding) -> None:
-    """Keep the reason why the run in `folder` ended; nothing for one that is done or has failed with a reason."""
+    """Keep the reason why the run in `folder` ended, unless it is done or has failed with a reason."""
     if not RunFolder(folder).is_over:
         who = "" if ending.rank is None or not ending.exit_code else f"rank {ending.rank}{on_node(ending)}: "
         tell_ending(folder, f"{who}{_reason(folder, ending)}")
@@ -246,7 +246,7 @@ def on_node(ending: ProcessEnding) -> str:
 
 
 def ending_of(folder: Path) -> str | None:
-    """Why the run in `folder` ended early; None where nobody could write it, as its job was killed too."""
+    """Reason why the run in `folder` ended early; None if its job was killed before it could write one."""
     found = read_json(folder / _ENDED)
     return None if found is None else str(found["reason"])
 
@@ -298,7 +298,7 @@ def received() -> signal.Signals | None:
 
 
 def ask_to_end(folder: Path) -> None:
-    """Ask the run in `folder` to save a checkpoint and to end. A disk that takes no file is no error here."""
+    """Ask the run in `folder` to save a checkpoint and to end. A full disk is ignored here."""
     with contextlib.suppress(OSError):
         (folder / STOP).touch()
 
@@ -313,24 +313,24 @@ def ask_after_signal(folder: Path) -> None:
 
 
 def asked_to_end(folder: Path) -> bool:
-    """Whether the run in `folder` is to save a checkpoint and to end."""
+    """True if the run in `folder` is to save a checkpoint and to end."""
     return bool(_received) or (folder / STOP).exists() or (folder / _LATER).exists()
 
 
 def goes_on_later(folder: Path) -> bool:
-    """Whether the run in `folder` was asked to end by a signal only, and nobody wants it to stay so."""
+    """True if only a signal asked the run in `folder` to end, and the user's `stop` file is absent."""
     return (bool(_received) or (folder / _LATER).exists()) and not (folder / STOP).exists()
 
 
 def forget_signals(folder: Path) -> None:
-    """A job of Slurm starts again: how it was asked to end, and why it did, count no more."""
+    """Forget the way in which a job of Slurm was asked to end, and the reason, as it starts again."""
     for name in (_LATER, _ENDED):
         (folder / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def deaf_children() -> Iterator[None]:
-    """Processes started within do not get SIGNALS: they end when their work does. This process gets them afterwards."""
+    """Context whose started processes block SIGNALS: they end with their work. This process gets them afterwards."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -1,6 +1,6 @@
 """The vLLM server beside a training, as the job sees it, and its keeper, a process that starts it and ends all of it.
 
-A rescue may change what is served, and a server whose client was killed may wait for it for ever. The job and the
+A rescue may change the served model, and a server whose client was killed may wait for it for ever. The job and the
 keeper of its server speak by files in the run's folder, which all machines share. A training finds its server in its
 environment and nowhere on the disk, as a run that goes on later has another one. No torch here.
 """
@@ -57,11 +57,11 @@ class Post:
         write_json(self._path("order"), {"serve": True})
 
     def dismiss(self) -> None:
-        """The run wants no server any more."""
+        """Note that the run has finished with its server."""
         write_json(self._path("order"), {"serve": False})
 
     def ordered(self) -> bool | None:
-        """Whether the run wants the server; None: it has not said yet."""
+        """True if the run wants the server, False if it has done with it; None: it has yet to say."""
         order = read_json(self._path("order"))
         return None if order is None else bool(order["serve"])
 
@@ -70,16 +70,16 @@ class Post:
         write_json(self._path("answers"), {"url": url})
 
     def url(self) -> str | None:
-        """Where the server answers; None: it does not yet."""
+        """Address at which the server answers, once it does."""
         found = read_json(self._path("answers"))
         return None if found is None else str(found["url"])
 
     def ended(self, reason: str) -> None:
-        """The server has ended by itself, or never answered."""
+        """Note that the server ended by itself, or failed to answer."""
         write_json(self._path("ended"), {"reason": reason})
 
     def why_ended(self) -> str | None:
-        """Why the server has ended by itself, as a predicate with its subject; None: it has not."""
+        """Reason why the server ended by itself, if it did, as a predicate with its subject."""
         found = read_json(self._path("ended"))
         return None if found is None else str(found["reason"])
 
@@ -96,7 +96,7 @@ _URL, _PORT = "AUTOFIT_VLLM_SERVER", "AUTOFIT_VLLM_GROUP_PORT"
 
 
 def address_variables(url: str, *, address: str, port: int) -> dict[str, str]:
-    """What a training needs in its environment to use the server at `url`.
+    """Environment with which a training uses the server at `url`.
 
     The server's cards meet rank 0, which sends them the weights, at `port` of `address`. No proxy stands between them.
     """
@@ -117,7 +117,7 @@ def with_address(values: Mapping[str, object]) -> dict[str, object]:
 _POLL_S = 0.2
 _KNOCK_S = 5.0  # between two looks whether the server's port is open
 _SILENT = 4  # closed in a row: its machine is gone, as its keeper would have told anything else
-_LEAVE_S = 10.0  # in which a keeper ends what it has started
+_LEAVE_S = 10.0  # in which a keeper ends its processes
 
 
 @dataclass(slots=True)
@@ -154,11 +154,11 @@ class Beside:
         return kept
 
     def is_over(self) -> bool:
-        """Whether the training is to be killed: the server has ended or is gone, or nobody waits for the training."""
+        """True if the training is to be killed: the server has ended or is gone, or the training is abandoned."""
         return self.abandoned() or self._has_ended() or (self._keeper is None and self._is_silent())
 
     def dismiss(self) -> None:
-        """The job needs no server any more."""
+        """Tell the server that the job has finished with it."""
         self.number += 1
         self._post.dismiss()
 
@@ -168,7 +168,7 @@ class Beside:
 
     @contextmanager
     def _serving(self) -> Iterator[dict[str, str] | None]:
-        """Context with a server: what its users need in their environment; None where it never came to answer."""
+        """Context with a server: the environment of its users; None if it failed to answer."""
         if self.number == 0:
             with suppress(FileNotFoundError):  # nobody waits for an earlier server
                 shutil.rmtree(self.folder / _FOLDER)
@@ -187,7 +187,7 @@ class Beside:
                 kill_descendants(but=others)
 
     def _awaited(self) -> str | None:
-        """Where the server answers; None where it ended before, or the run is asked to end."""
+        """Address at which the server answers; None if it ended before, or the run is asked to end."""
         while (url := self._post.url()) is None:
             if self._has_ended() or self.abandoned() or asked_to_end(self.folder):
                 return None
@@ -199,7 +199,7 @@ class Beside:
         return self._post.why_ended() is not None or (self._keeper is not None and birth(self._keeper) is None)
 
     def _is_silent(self) -> bool:
-        """Whether nothing listens at the server's port any more, for some looks in a row."""
+        """True if the server's port has been closed for some looks in a row."""
         if time.monotonic() - self._knocked > _KNOCK_S:
             found = urlsplit(self._url)
             try:
@@ -280,7 +280,7 @@ class _Started:
     log_starts: int = 0
 
     def start(self) -> int:
-        """Start the command; its pid. Its processes get no signals of the job: the step at work needs the server."""
+        """Start the command; its pid. The job's signals are kept from it: the step at work needs the server."""
         log, parent = log_of_server(self.post.folder), os.getpid()
         host, self.port = self._place()
         command = [_program(self.env), *COMMAND[1:], *self.server.arguments(host, self.port)]
@@ -301,7 +301,7 @@ class _Started:
             return _ANY_ADDRESS, free_port(_ANY_ADDRESS)
 
     def is_late(self) -> bool:
-        """Whether the server has not answered in time; tells once that it answers."""
+        """True if the server missed its time to answer; reports once that it answers."""
         now = time.monotonic()
         if self.answered or now - self.looked < _LOOK_S:
             return False
@@ -349,7 +349,7 @@ def _program(env: Mapping[str, str]) -> str:
 
 
 def _answers(url: str) -> bool:
-    """Whether a server is ready, asked without a proxy."""
+    """True if a server is ready, asked directly, past any proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=_ANSWER_S) as answer:

@@ -50,7 +50,7 @@ def begin(folder: Path, mine: OwnJob) -> None:
 
 
 def superseded(folder: Path, mine: OwnJob) -> bool:
-    """Whether the run was started elsewhere, as Slurm had given up this machine, which lives."""
+    """True if the run was started elsewhere, as Slurm had given up this machine, which lives."""
     return (read_json(folder / _ATTEMPT) or {}).get("attempt") != mine.attempt
 
 
@@ -79,7 +79,7 @@ class Machines:
         return _merged(ended)
 
     def dismiss(self) -> None:
-        """On the first machine: the others have nothing more to do."""
+        """On the first machine: tell the others that all work is done."""
         self.round += 1
         self._order([])
 
@@ -128,7 +128,7 @@ class Machines:
 
 
 def _gone(node: int, ranks: int) -> RanksEnded:
-    """The ends of ranks of which their machine says nothing."""
+    """The ends of ranks whose machine is silent."""
     first = node * ranks
     return RanksEnded(
         endings=tuple(ProcessEnding(exit_code=-9, abandoned=True, rank=first + i) for i in range(ranks)), first=first
@@ -136,7 +136,7 @@ def _gone(node: int, ranks: int) -> RanksEnded:
 
 
 def _merged(ended: Sequence[RanksEnded]) -> RanksEnded:
-    """The ends of the ranks of all machines. A rank that somebody killed failed before those that missed it."""
+    """The ends of the ranks of all machines. A killed rank counts as failed before those that missed it."""
     endings = tuple(ending for each in ended for ending in each.endings)
     failed = [each.first for each in ended if each.first is not None]
     killed = [rank for rank in failed if endings[rank].exit_code < 0 and not endings[rank].abandoned]
@@ -144,7 +144,7 @@ def _merged(ended: Sequence[RanksEnded]) -> RanksEnded:
 
 
 def serve_all(request_path: Path, folder: Path, mine: OwnJob) -> None:
-    """Keep one server after the other, until the first node wants none any more, or the run was started elsewhere."""
+    """Keep one server after the other, until the first node is done with them, or the run was started elsewhere."""
     number = 0
     while True:
         number += 1
@@ -235,7 +235,7 @@ def _trained(path: Path, cwd: str, env: Mapping[str, str], machines: Machines, b
 
 
 def _env(request: Mapping[str, object], mine: OwnJob) -> dict[str, str]:
-    """The environment of this node's training, which sees a card for each of its ranks and no more.
+    """The environment of this node's training, which sees exactly a card for each of its ranks.
 
     A node may have more: for the server's sake, or as the site gives whole nodes. One rank that sees several would
     train by nn.DataParallel, which TRL's trainers refuse.
@@ -245,7 +245,7 @@ def _env(request: Mapping[str, object], mine: OwnJob) -> dict[str, str]:
 
 
 def _fault(request: Mapping[str, object], mine: OwnJob) -> str | None:
-    """Why the cards of this node cannot train the run; None where they can."""
+    """Reason why the cards of this node are unable to train the run, if they are."""
     if request["device"] != "cuda":
         return None
     launch = Launch.of(cast("dict[str, object]", request["values"]))

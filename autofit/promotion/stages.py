@@ -1,7 +1,7 @@
-"""The stages of a pipeline: what is known of each, and the model that one hands to the next.
+"""The stages of a pipeline: the known facts of each, and the model that one hands to the next.
 
 A stage is done where its run is: `final.json` in the folder of its promotion. The file of a pipeline only says which
-study and trial a stage is, and of which recipe, data, code and earlier runs: what its training depends on.
+study and trial a stage is, and its inputs: recipe, data, code and earlier runs.
 
 A folder with an adapter alone is no model to the next training: it has no config of an architecture, and a new adapter
 on top of it would be a second one. So the adapter's weights are added to the base model's, in the dtype in which the
@@ -38,7 +38,7 @@ _OUTPUTS = re.compile(r".*(output|logging)_dir|hub_.*|run_name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the training of a stage depends on, as JSON."""
+    """Inputs on which the training of a stage depends, as JSON."""
 
     values: Mapping[str, object]  # of the recipe, `${stage}` as it stands there
     trainer: str
@@ -46,7 +46,7 @@ class Inputs:
     models: Mapping[str, str]  # {stage whose model it uses: its run}
 
     def changed_from(self, other: "Inputs") -> list[str]:
-        """What differs, in words; nothing where they are the same."""
+        """Differences in words; empty if both are the same."""
         found = [] if self.trainer == other.trainer else [f"trainer {other.trainer} -> {self.trainer}"]
         for key in dict.fromkeys((*other.values, *self.values)):
             old, new = other.values.get(key), self.values.get(key)
@@ -62,7 +62,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownStage:
-    """What was decided of a stage: the trial of a study that is, or was, trained."""
+    """Decisions on a stage: the trial of a study that is, or was, trained."""
 
     inputs: Inputs
     study: str
@@ -84,7 +84,7 @@ class FinishedStage:
 
     @property
     def model(self) -> Path:
-        """The folder of what was trained: a model, or an adapter."""
+        """The folder of the result: a model, or an adapter."""
         return Path(str(self.final["output_dir"]))
 
 
@@ -98,7 +98,7 @@ class State:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> "State":
-        """What is kept in `folder` of the pipeline `name`. Raises EnvironmentFault for a file that cannot be read."""
+        """State of the pipeline `name` kept in `folder`. Raises EnvironmentFault for an unreadable file."""
         path = record_path(folder, name)
         try:
             stages = cast("dict[str, dict[str, object]]", (read_json(path) or {}).get("stages", {}))
@@ -109,7 +109,7 @@ class State:
             ) from error
 
     def keep(self, stage: str, known: KnownStage) -> None:
-        """Note what is known of `stage`, in the file too."""
+        """Note the decisions on `stage`, in the file too."""
         self.stages[stage] = known
         content = {name: asdict(one) for name, one in self.stages.items()}
         write_json(record_path(self.folder, self.name), {"pipeline": self.name, "stages": content})
@@ -120,7 +120,7 @@ class State:
         return self.folder / "promoted" / f"{known.study}-trial-{known.trial}"
 
     def run(self, stage: str) -> FinishedStage | None:
-        """The finished training of `stage`, whatever its inputs are now; None before there is one."""
+        """The finished training of `stage`, whatever its inputs are now, if there is one."""
         if stage not in self.stages or self.stages[stage].restart:
             return None
         final = RunFolder(self.home(stage)).final()
@@ -131,7 +131,7 @@ class State:
 
 
 def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:
-    """What the training of `stage` depends on; `models` has the runs of the stages that it uses."""
+    """Inputs of the training of `stage`; `models` has the runs of the stages that it uses."""
     names = sorted(set(texts_in(stage.values, without=_OUTPUTS.fullmatch)))  # none that is a place for output
     files = {name: found for name in names if (found := content_of(name))}
     if own := code_hash(trainer):
@@ -141,7 +141,7 @@ def inputs_of(stage: Stage, trainer: str, models: Mapping[str, str]) -> Inputs:
 
 
 def content_of(name: str) -> str:
-    """A hash of the file, folder or module (a dotted path to something in it) called `name`; "" where there is none."""
+    """A hash of the file, folder or module (a dotted path to something in it) called `name`; "" if it is missing."""
     if _DOTTED.fullmatch(name) and not Path(name).exists():
         module, _, target = name.rpartition(".")
         return code_hash(f"{module}:{target}")
@@ -169,7 +169,7 @@ _NOTE = "merged.json"  # which run the merged model is of
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether `folder` holds the weights of an adapter alone."""
+    """True if `folder` holds the weights of an adapter alone."""
     return (folder / _ADAPTER).is_file()
 
 
@@ -242,7 +242,7 @@ def _base_model(adapter: Path, trust: bool) -> Any:
 
 
 def _keep_processor(adapter: Path, folder: Path) -> None:
-    """Copy the tokenizer's and processor's files: all that is not the adapter's own."""
+    """Copy the tokenizer's and processor's files: all except the adapter's own."""
     own = ("adapter_", "checkpoint-", "training_args", "README", "runs", ".")
     for path in adapter.iterdir():
         if path.is_file() and not path.name.startswith(own) and not (folder / path.name).exists():

@@ -75,10 +75,10 @@ from autofit.watching.watchers import watchers
 
 
 class Start(Watcher):
-    """The checkpoint to go on from, and what is passed over, as events of the run."""
+    """The checkpoint to go on from, and the skipped ones, as events of the run."""
 
     def __init__(self, folder: Path, output: Path, *, unloadable: Mapping[str, str] | None = None) -> None:
-        """`unloadable` has the checkpoints that an earlier process could not load, and why."""
+        """`unloadable` has the checkpoints that failed to load in an earlier process, and why."""
         self._folder, self.output = folder, output
         found = (unloadable or {}).items()
         self._not_loaded = [PassedOver(checkpoint=Path(name), reason=reason) for name, reason in found]
@@ -93,9 +93,9 @@ class Start(Watcher):
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     def choose(self, run: Run) -> None:
-        """Choose the newest whole checkpoint that has not failed to load, and forget what came after it.
+        """Choose the newest whole checkpoint that loads, as far as known, and forget all that came after it.
 
-        Raises the error of loading where no whole checkpoint is left: what the run has reached is not thrown away.
+        Raises the error of loading if no whole checkpoint is left: the progress of the run is not thrown away.
         """
         torn = self._not_loaded[-1:]
         self.checkpoint = last_checkpoint(
@@ -116,9 +116,9 @@ class Start(Watcher):
         return () if self._said or self.checkpoint is None else (self._event(Kind.RESUME, self._goes_on),)
 
     def passes_over(self, error: Exception) -> bool:
-        """Whether an older checkpoint is to be tried, as `error` came up before the first step after this one.
+        """True if an older checkpoint is to be tried, as `error` came up before the first step after this one.
 
-        Not where memory ran out or the recipe is wrong: an older checkpoint would meet the same.
+        False if memory ran out or the recipe is wrong: an older checkpoint would meet the same.
         """
         passed = not_loaded(self.checkpoint, error)
         if passed is None:
@@ -136,7 +136,7 @@ class Start(Watcher):
 
 
 def not_loaded(checkpoint: Path | None, error: Exception) -> PassedOver | None:
-    """`checkpoint`, as `error` came up before the first step after it; None where an older one would meet the same."""
+    """`checkpoint`, as `error` came up before the first step after it; None if an older one would meet the same."""
     if checkpoint is None or isinstance(error, AutofitError) or is_oom(error):
         return None
     reason = f"could not be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
@@ -174,7 +174,7 @@ def _located(message: str, run: Run, at: Where, *, resumes_from: int) -> Oom:
 
 
 def _newest(run: Run, output: Path) -> int:
-    """The step of the newest whole checkpoint; 0 for none. A torn one is put aside."""
+    """The step of the newest whole checkpoint, or 0. A torn one is put aside."""
     whole = last_checkpoint(output, run.checkpoint_is_whole, steps_between=run.steps_between_saves)
     return 0 if whole is None else step_of(whole)
 
@@ -198,7 +198,7 @@ def _let_go(error: BaseException) -> None:
 
 
 def _save_on_the_spot(run: Run, at: Locating, output: Path) -> None:
-    """Save the last finished step unless it is saved already, or is no longer in memory as it was."""
+    """Save the last finished step unless it is saved already, or has changed in memory since."""
     # vLLM gets weights with the adapters merged into them
     unsafe = at.at_work in (LOAD, OPTIMIZER, WAKE_UP, SYNC)
     if unsafe or at.steps == 0 or not isinstance(run, Rescuable) or _newest(run, output) == at.steps:
@@ -212,7 +212,7 @@ def _save_on_the_spot(run: Run, at: Locating, output: Path) -> None:
 
 
 def tell_oom(folder: Path, output: Path, error: BaseException, *, rank: int | None = None) -> None:
-    """Tell an OOM in oom.json that nobody has told yet: one before the training began."""
+    """Report an OOM in oom.json if it is still unreported: one before the training began."""
     if read_oom(folder) is None:
         traceback.print_exception(error)
         saved = next(map(step_of, checkpoints(output)), 0)
@@ -224,7 +224,7 @@ RANK = "RANK"  # environment variable: the number of this rank, of several
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Beginning:
-    """What the process that records the run decides before the training."""
+    """Decisions before the training, by the process that records the run."""
 
     checkpoint: Path | None
     step: int
@@ -232,7 +232,7 @@ class _Beginning:
 
 
 def main(request_path: str) -> int:
-    """Train until the end, a stop request, or an error, which is told in the folder; the exit code."""
+    """Train until the end, a stop request, or an error, which is reported in the folder; the exit code."""
     request = written_json(request_path)
     folder, output = Path(str(request["folder"])), Path(str(request["output_dir"]))
     launch, values = split(with_address(opened(cast("dict[str, object]", request["values"]))))
@@ -341,7 +341,7 @@ def _report(
 def _errors_told(
     folder: Path, output: Path, run: Run, report: Locating | Following, checkpoint: Path | None
 ) -> Iterator[None]:
-    """Context of a training: an OOM is told, and by one rank of several a checkpoint that cannot be loaded."""
+    """Context of a training: reports an OOM, and on one rank of several a checkpoint that fails to load."""
     try:
         yield
     except Exception as error:
@@ -390,9 +390,9 @@ def _final(lines: list[dict[str, Any]], steps: int, output: Path, seconds: float
 
 
 def start_mirror(folder: Path) -> "subprocess.Popen[bytes] | None":
-    """Start a process that copies progress.jsonl to MLflow; the training does not wait for it before its end.
+    """Start a process that copies progress.jsonl to MLflow; the training waits for it only at its end.
 
-    None where it cannot be started: the training needs no MLflow.
+    None if it fails to start: the training can do without MLflow.
     """
     command = [sys.executable, "-P", "-m", "autofit.tracking.study_mirror", str(RunFolder(folder).request_path)]
     try:

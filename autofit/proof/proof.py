@@ -1,4 +1,4 @@
-"""The gradient proof of a trial: whether its gradient equals the baseline's to rounding, as its tier claims. No torch.
+"""The gradient proof of a trial: equality with the baseline's gradient to rounding, as its tier claims. No torch.
 
 The proof runs in a process of its own (`autofit.proof.worker`) and is kept in the study, so that a trial is proven
 once. What it compares of a recipe, key by key, is its reach; a recipe of many ranks is proven on at most 4 gloo ranks
@@ -57,7 +57,7 @@ _BOUNDS = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
 def reach(
     compared: Collection[str], key: str, value: object, own: object, stated: Mapping[str, object] | None = None
 ) -> tuple[Reach, str]:
-    """(reach of a proof for `key` changed from `own` to `value`, reason why it is not compared or "").
+    """(reach of a proof for `key` changed from `own` to `value`, reason why it is left out or "").
 
     `compared` has the keys that the trainer's small trainings use unchanged, `stated` the traits that a space states.
     """
@@ -110,7 +110,7 @@ _ENGINE = "it changes the engine that generates, and the proof's samples are fix
 def reach_of_launch(
     key: str, value: object, own: object, stated: Mapping[str, object] | None = None
 ) -> tuple[Reach, str]:
-    """(reach of a proof for `launch.KEY` changed from `own` to `value`, reason why it is not compared or "")."""
+    """(reach of a proof for `launch.KEY` changed from `own` to `value`, reason why it is left out or "")."""
     field = key.partition(".")[2]
     if field == "sharding":
         absent = [v for v in (own or "ddp", value) if v not in _RUN_HERE]
@@ -231,7 +231,7 @@ class Proof:
 
     @property
     def rounding(self) -> bool | None:
-        """Whether the difference is rounding only."""
+        """True if the difference is rounding only."""
         if self.relative_difference is None or self.largest_parameter_difference is None:
             return None
         return self.relative_difference <= ROUNDING and self.largest_parameter_difference <= PARAMETER_ROUNDING
@@ -454,14 +454,14 @@ def _answered(question: _Question, say: Callable[[str], None]) -> Proof:
 
 
 def _because_of(question: _Question, answer: Mapping[str, object]) -> dict[str, float | None]:
-    """The parts that alone differ by more than rounding; if none does, all compared changes."""
+    """The parts that alone differ by more than rounding, else all compared changes."""
     parts = cast(dict[str, dict[str, float]], answer["parts"])
     found: dict[str, float | None] = {k: d["relative"] for k, d in parts.items() if not d["relative"] <= ROUNDING}
     return found or dict.fromkeys(question.compared)
 
 
 def _ask(question: _Question) -> dict[str, object]:
-    """The worker's answer. Raises EnvironmentFault if the worker dies without one."""
+    """The worker's answer. Raises EnvironmentFault if the worker dies before it answers."""
     with Scratch("proof-") as folder:
         request = {
             "trainer": question.trainer, **question.recipes(), "bound": ROUNDING, "parameter_bound": PARAMETER_ROUNDING,
@@ -477,7 +477,7 @@ def _ask(question: _Question) -> dict[str, object]:
 
 
 def _run_worker(request: Path, cwd: Path) -> tuple[int, str]:
-    """(exit code, what it wrote to stderr) of the worker. Raises EnvironmentFault after the deadline."""
+    """(exit code, text on stderr) of the worker. Raises EnvironmentFault after the deadline."""
     kept = kept_server.hold()
     if kept is not None:
         try:

@@ -249,12 +249,12 @@ Saved = list[dict[str, torch.Tensor]]
 
 
 def train_ranks(train: Callable[[], Saved], launch: Launch, folder: Path) -> Saved:
-    """What `train` returns on rank 0 of `launch`, each rank a forked process; the first failure ends all ranks.
+    """Result of `train` on rank 0 of `launch`, each rank a forked process; the first failure ends all ranks.
 
-    Raises ConfigError where a rank raised one, and EnvironmentFault for any other end.
+    Raises ConfigError if a rank raised one, and EnvironmentFault for any other end.
     """
     folder.mkdir(parents=True)
-    gc.freeze()  # TRL collects garbage in every training; what is imported is left out
+    gc.freeze()  # TRL collects garbage in every training; imported modules are left out
     ended = keep_ranks(lambda rank: _forked(train, launch, rank, folder), launch.ranks, grace_s=0.0)
     if ended.first is not None:
         _fail(ended.first, ended.worst.exit_code, folder)

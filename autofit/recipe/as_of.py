@@ -1,4 +1,4 @@
-"""What older libraries did with a recipe that today's do not: `--as-of "trl 0.14"`. No torch here.
+"""Differences of older libraries' behaviour with a recipe from today's: `--as-of "trl 0.14"`. Free of torch.
 
 Read in the sources of each version, on 2026-11-25 (tags of huggingface/trl, wheels of TRL 1.10 to 1.16 and of
 transformers 4.35 to 4.48):
@@ -44,18 +44,18 @@ class OlderBehaviour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Then:
-    """What older libraries did with a recipe that today's do not, the largest first."""
+    """Differences of older libraries' behaviour with a recipe from today's, the largest first."""
 
     libraries: str  # as given
     differences: tuple[OlderBehaviour, ...]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that were held at the loss besides what is held today, as far as they can be said."""
+        """Bytes that were held at the loss in addition to today's, as far as they are known."""
         return sum(difference.held_bytes or 0 for difference in self.differences)
 
     def line(self, *, fits: bool | None = None, fitted: bool | None = None) -> str:
-        """The differences in one line. `fits`: the recipe today; `fitted`: it then, None where it is not known."""
+        """The differences in one line. `fits`: the recipe today; `fitted`: it then, None if unknown."""
         if not self.differences:
             return f"with {self.libraries}: no difference from the installed libraries is known for this recipe"
         told = "; ".join(difference.text for difference in self.differences)
@@ -91,12 +91,12 @@ def read_libraries(text: str) -> dict[str, Version]:
 
 
 def without_proposal(recipe: Recipe) -> Recipe:
-    """`recipe` for whoever has named older libraries: its notes do not propose it."""
+    """`recipe` for a user who named older libraries: its notes omit that proposal."""
     return replace(recipe, notes=tuple(note.removesuffix(PROPOSAL) for note in recipe.notes))
 
 
 def then_of(recipe: Recipe, text: str) -> Then:
-    """What the libraries in `text` did with `recipe`. Raises ConfigError for text that names none."""
+    """Behaviour of the libraries in `text` with `recipe`. Raises ConfigError for text that names none."""
     versions = read_libraries(text)
     trl, transformers = versions.get("trl"), versions.get("transformers")
     if trl is None and transformers is not None:
@@ -168,13 +168,13 @@ def bytes_a_logit(name: str, trl: Version, *, float32: bool) -> int:
 
 
 def _mixed(recipe: Recipe, trl: Version) -> bool:
-    """Whether it trained in mixed precision: `bf16` was off unless set before TRL 0.19."""
+    """True if it trained in mixed precision: `bf16` was off unless set before TRL 0.19."""
     said = recipe.resolved if trl >= (0, 19) else recipe.values
     return any(is_on(said.get(key)) for key in ("bf16", "fp16"))
 
 
 def _in_float32(recipe: Recipe, trl: Version) -> bool:
-    """Whether the logits are float32: accelerate makes them so in mixed precision (`convert_outputs_to_fp32`)."""
+    """True if the logits are float32: accelerate makes them so in mixed precision (`convert_outputs_to_fp32`)."""
     return _mixed(recipe, trl) or str(recipe.resolved.get("dtype") or "float32") == "float32"
 
 

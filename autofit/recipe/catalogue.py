@@ -1,4 +1,4 @@
-"""Architectures known without a download: facts from published config.json files, by model name. No torch."""
+"""Architectures known offline: facts from published config.json files, by model name. Free of torch."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def names() -> tuple[str, ...]:
 
 
 def architecture(name: str) -> Architecture | None:
-    """The entry of the model `name`, in any case or as a mirror has it (unsloth/Meta-Llama-3.1-8B), or None.
+    """The entry of the model `name`, if any, in any case or as a mirror has it (unsloth/Meta-Llama-3.1-8B).
 
     A copy in 4 bits (unsloth/Qwen3-8B-bnb-4bit) has the model's shape and a quantization_config. None for one of a
     model that is packed itself (gpt-oss, DeepSeek-V3): its experts are stored in a way of its own.
@@ -77,7 +77,7 @@ def others() -> Mapping[str, Architecture]:
 def base_of(name: str) -> Architecture | None:
     """The model whose name and size stand in `name`: mistralai/Mistral-7B-v0.1 for someone/dolphin-2.1-mistral-7b.
 
-    Of several the one that says most of it. None where there is none, and for weights that are stored in another way.
+    Of several the one with most parts of the name. None if there is none, and for weights stored in another way.
     """
     asked = _parts(name.rpartition("/")[2])
     found = {key: _base_parts(key) for key in _all()}
@@ -86,7 +86,7 @@ def base_of(name: str) -> Architecture | None:
 
 
 def _is_in(asked: list[str], parts: list[str]) -> bool:
-    """Whether `parts`, with a size, stand in a row in a name's."""
+    """True if `parts`, with a size, stand in a row in a name's."""
     has_size = any(_SIZE.fullmatch(part) for part in parts)
     return has_size and any(asked[n : n + len(parts)] == parts for n in range(len(asked)))
 
@@ -103,7 +103,7 @@ def _base_parts(name: str) -> list[str]:
 
 
 def of_folder(name: str) -> str | None:
-    """The name on the hub of the model that a folder of this name holds, or None."""
+    """The name on the hub of the model that a folder of this name holds, if it is known."""
     same = [key for key in _all() if key.partition("/")[2].lower() == name.lower()]
     return same[0] if len(same) == 1 else None
 
@@ -113,7 +113,7 @@ def _without_owner(name: str) -> str:
 
 
 def text_config(model: str) -> Config:
-    """The config.json of the text model in a folder, or as the catalogue has it; {} where neither knows `model`."""
+    """The config.json of the text model in a folder, or as the catalogue has it; {} if both lack `model`."""
     path = Path(model) / "config.json"
     known = architecture(model)
     is_there = may_read(path) and os.path.isfile(path)
@@ -123,7 +123,7 @@ def text_config(model: str) -> Config:
 
 
 def attention_heads(model: str) -> int | None:
-    """Attention heads of a model; None where they are not known."""
+    """Attention heads of a model, if they are known."""
     heads = text_config(model).get("num_attention_heads")
     return heads if isinstance(heads, int) else None
 

@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a launch, with settings that clash, with the memory of cards and host. No torch here.
+"""Findings: faults of a launch, settings that clash, the memory of cards and host. Free of torch.
 
 Every finding is what the installed libraries do, read in their source or run: accelerate 1.15, transformers 5.23, TRL
 1.16, torch 2.13. Where the libraries raise an error, theirs comes late (after the weights are loaded) or names no key.
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def stops(self) -> bool:
-        """Whether the training does not run as asked."""
+        """True if the training fails to run as asked."""
         return self.severity is Severity.ERROR
 
     def to_json(self) -> dict[str, object]:
@@ -76,7 +76,7 @@ class StatedLaunch:
         return self.recipe.launch
 
     def section(self, name: str) -> Mapping[str, object]:
-        """A section of the accelerate config, such as fsdp_config, with what the recipe changes; {} without it."""
+        """A section of the accelerate config, such as fsdp_config, with the recipe's changes; {} if it is missing."""
         found = {**self.config, **self.launch.config}.get(name)
         return cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
 
@@ -86,7 +86,7 @@ class StatedLaunch:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether the recipe checkpoints activations."""
+        """True if the recipe checkpoints activations."""
         return next((is_on(value) for key in CHECKPOINTING if (value := self.value(key)) is not None), False)
 
     @property
@@ -100,7 +100,7 @@ class StatedLaunch:
         return f"{self.file}: {key}"
 
     def in_config(self, key: str) -> str:
-        """Where the user says a key of an accelerate config: there, or in the recipe."""
+        """Place at which the user sets a key of an accelerate config: there, or in the recipe."""
         if key == "num_processes" and self.num_processes is not None:
             return "--num_processes"
         return place(key, self.values, file=self.file, config=self.config, config_name=self.config_name)
@@ -110,7 +110,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 def _wrapped(asked: StatedLaunch) -> Iterator[Finding]:
-    """FSDP without a policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
+    """FSDP with no policy makes the model one group (accelerate, fsdp2_prepare_auto_wrap_policy)."""
     section, weights = asked.section("fsdp_config"), asked.gathered_bytes
     if asked.launch.sharding.startswith("fsdp") and section and wrap_policy(section) == "NO_WRAP":
         size = "" if weights is None else f", {format_bytes(weights)}"
@@ -122,7 +122,7 @@ def _wrapped(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _loading(asked: StatedLaunch) -> Iterator[Finding]:
-    """What each rank loads into host memory, and onto which cards."""
+    """Weights that each rank loads into host memory, and the cards onto which it does."""
     launch, weights = asked.launch, asked.recipe.weights_bytes
     each = max(1, launch.ranks // launch.machines)
     given = asked.value("model_init_kwargs")
@@ -194,7 +194,7 @@ def _sharding(asked: StatedLaunch) -> str:
 
 
 def _unsharded(asked: StatedLaunch) -> Iterator[Finding]:
-    """DeepSpeed without ZeRO, which holds more than DDP (deepspeed 0.19, runtime/fp16/unfused_optimizer.py)."""
+    """DeepSpeed at ZeRO stage 0, which holds more than DDP (deepspeed 0.19, runtime/fp16/unfused_optimizer.py)."""
     if asked.launch.sharding == "zero0":
         yield Finding(
             severity=Severity.WARNING, where=asked.in_config("deepspeed_config.zero_stage"),
@@ -226,7 +226,7 @@ def _gathered(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _reference(asked: StatedLaunch) -> Iterator[Finding]:
-    """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard without a policy)."""
+    """A reference model that FSDP2 gathers whole (trl/models/utils.py, prepare_fsdp: fully_shard with no policy)."""
     weights, trainer = asked.gathered_bytes, asked.recipe.trainer
     if asked.launch.sharding != "fsdp2" or asked.recipe.uses_lora or weights is None:
         return
@@ -258,7 +258,7 @@ def _between_syncs(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def quantised(asked: StatedLaunch) -> Iterator[Finding]:
-    """4-bit weights whose storage cannot be sharded."""
+    """4-bit weights whose storage fails to be sharded."""
     launch = asked.launch
     if launch.ranks == 1 or not is_on(asked.value("load_in_4bit")):
         return
@@ -302,7 +302,7 @@ def quantised(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _computed(asked: StatedLaunch) -> str:
-    """The type of a training's mixed precision; without it, that of its weights."""
+    """The type of a training's mixed precision, else that of its weights."""
     given = "bfloat16" if is_on(asked.value("bf16")) else "float16" if is_on(asked.value("fp16")) else None
     dtype = given or str(asked.value("dtype") or "float32")
     return dtype if dtype in _FLOATS else "bfloat16"
@@ -336,18 +336,18 @@ class Clash:
     when: Callable[[Recipe], bool] = lambda recipe: True
 
     def is_met(self, value: Callable[[str], object]) -> bool:
-        """Whether a recipe with `value(key)` for each key has all of the settings."""
+        """True if a recipe with `value(key)` for each key has all of the settings."""
         return all(value(key) in values for key, values in self.settings.items())
 
 
 def _has_own_lm_head(recipe: Recipe) -> bool:
-    """Whether TRL's loss takes the LM head of the model, and that is known not to be the input embeddings."""
+    """True if TRL's loss takes the LM head of the model, and that is known to differ from the input embeddings."""
     by_head = profile(recipe.trainer_name or recipe.trainer).takes_lm_head
     return by_head and text_config(recipe.model).get("tie_word_embeddings") is False
 
 
 def _enters_again_on_ranks(recipe: Recipe) -> bool:
-    """Whether several ranks train, and what checkpointing there is would be reentrant."""
+    """True if several ranks train, and their checkpointing, if any, would be reentrant."""
     asked = StatedLaunch(recipe=recipe)
     ways = (asked.value(f"{key}_kwargs") for key in CHECKPOINTING)
     way = next((value for value in ways if isinstance(value, Mapping)), {})
@@ -456,7 +456,7 @@ CLASHES = (
 
 
 def clashes(recipe: Recipe, values: Mapping[str, object] | None = None) -> Iterator[Clash]:
-    """What fails in `recipe`, or where its YAML has `values`, in them."""
+    """Settings that fail in `recipe`, or in its YAML with `values`, if given."""
     changed = recipe.values if values is None else values
     launch = (recipe.launch if values is None else Launch.of(values)).to_values()
 
@@ -478,7 +478,7 @@ def clashes_of(recipe: Recipe) -> Iterator[Clash]:
 
 
 def findings(asked: StatedLaunch) -> list[Finding]:
-    """Everything that was found, the worst first; of a tool with a launch of its own, nothing of accelerate's keys."""
+    """All findings, the worst first; for a tool with a launch of its own, accelerate's keys are skipped."""
     accelerates = (
         _known, _started, _hybrid, _broadcast, _packages, _batch, *CHECKS, _checkpointing, _saving, _deepspeed_batch,
         _threads, _clashes,
@@ -489,7 +489,7 @@ def findings(asked: StatedLaunch) -> list[Finding]:
 
 
 def _known(asked: StatedLaunch) -> Iterator[Finding]:
-    """Keys that are misspelt, or lost on their way. Others that are not known here may be of a newer accelerate."""
+    """Keys that are misspelt, or lost on their way. Other unknown ones may be of a newer accelerate."""
     for key in asked.config:
         if key not in CONFIG_KEYS:
             close = get_close_matches(str(key), CONFIG_KEYS, n=1, cutoff=0.85)
@@ -502,7 +502,7 @@ def _known(asked: StatedLaunch) -> Iterator[Finding]:
         inner = asked.config.get(section)
         for key in inner if isinstance(inner, Mapping) else ():
             if key not in known and (close := get_close_matches(str(key), known, n=1, cutoff=0.7)):
-                yield Finding(  # accelerate/commands/launch.py, line 1269: an argument that nobody reads
+                yield Finding(  # accelerate/commands/launch.py, line 1269: an unused argument
                     severity=Severity.WARNING, where=asked.in_config(f"{section}.{key}"),
                     what="accelerate ignores a key that it does not know", fix=f"write {close[0]}",
                 )  # fmt: skip
@@ -517,7 +517,7 @@ def _known(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _started(asked: StatedLaunch) -> Iterator[Finding]:
-    """How many processes accelerate starts."""
+    """Number of processes that accelerate starts."""
     kind = str(asked.config.get("distributed_type", ""))
     wanted = asked.num_processes or asked.config.get("num_processes", 1)
     if kind == "NO" and isinstance(wanted, int) and wanted > 1:
@@ -586,7 +586,7 @@ def _hybrid(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _broadcast(asked: StatedLaunch) -> Iterator[Finding]:
-    """Weights that rank 0 alone loads and nobody sends on."""
+    """Weights that rank 0 alone loads and keeps to itself."""
     inner = asked.config.get("fsdp_config")
     fsdp = inner if asked.config.get("distributed_type") == "FSDP" and isinstance(inner, Mapping) else {}
     if fsdp.get("fsdp_cpu_ram_efficient_loading", True) and not fsdp.get("fsdp_sync_module_states", True):
@@ -607,7 +607,7 @@ def _packages(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _batch(asked: StatedLaunch) -> Iterator[Finding]:
-    """Groups that the ranks cannot share (trl/trainer/grpo_config.py, line 1131)."""
+    """Groups that the ranks fail to share (trl/trainer/grpo_config.py, line 1131)."""
     recipe = asked.recipe
     if not recipe.generates or recipe.num_generations < 1:
         return
@@ -687,7 +687,7 @@ def _saving(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _deepspeed_batch(asked: StatedLaunch) -> Iterator[Finding]:
-    """What an accelerate config tells DeepSpeed, and the recipe transformers (trainer_config_finalize compares)."""
+    """Values for DeepSpeed in an accelerate config against the recipe's for transformers (trainer_config_finalize)."""
     zero = asked.config.get("deepspeed_config")
     if asked.config.get("distributed_type") != "DEEPSPEED" or not isinstance(zero, Mapping):
         return
@@ -764,7 +764,7 @@ def _engine(asked: StatedLaunch) -> Iterator[Finding]:
 
 
 def _cards(asked: StatedLaunch) -> Iterator[Finding]:
-    """Cards that cannot reach each other's memory."""
+    """Cards that lack access to each other's memory."""
     if asked.launch.ranks > 1 and asked.card.startswith("rtx40"):
         # accelerate/utils/environment.py, check_cuda_p2p_ib_support: "RTX 40" with a driver below 550.40.07
         yield Finding(

@@ -17,7 +17,7 @@ SYNC_EACH_BATCH = "accelerator_config.gradient_accumulation_kwargs.sync_each_bat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchKeys:
-    """The names of the keys by which a trainer batches its samples; None if the trainer has no such key.
+    """The names of the keys by which a trainer batches its samples; None for a key that it lacks.
 
     Effective batch = micro-batch x accumulation x ranks; where `sharers` ranks compute parts of the same samples, they
     count as one. A trainer with `rollout` generates micro-batch x rollout completions at once on each rank, in groups
@@ -33,7 +33,7 @@ class BatchKeys:
     completion: str | None = None  # tokens of the longest completion
     length: str | None = None  # tokens of the longest sample
     sharers: str | None = None  # ranks that compute parts of the same samples (sequence parallelism)
-    packed: str | None = None  # whether micro-batches are made by tokens, so that their size says nothing
+    packed: str | None = None  # True if micro-batches are made by tokens, so that their size is irrelevant
     budget: str | None = None  # tokens of such a micro-batch
     scored: str | None = None  # samples in a forward pass over a rollout without gradients, which it must divide
     referred: str | None = None  # the same of the reference
@@ -54,12 +54,12 @@ class BatchKeys:
 
 
 def evaluates(values: Mapping[str, object]) -> bool:
-    """Whether the recipe `values` evaluates within its training: TRL's scripts then give their trainer a dataset."""
+    """True if the recipe `values` evaluates within its training: TRL's scripts then give their trainer a dataset."""
     return values.get("eval_strategy") not in (None, False, "no")
 
 
 def weight_bits(values: Mapping[str, object]) -> int | None:
-    """Bits of a weight as the recipe `values` loads it, 4 or 8 by bitsandbytes; None where it does not quantise."""
+    """Bits of a weight as the recipe `values` loads it, 4 or 8 by bitsandbytes, if it quantises."""
     return 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
 
 

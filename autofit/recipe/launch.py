@@ -1,4 +1,4 @@
-"""How a training is launched: its ranks and what is sharded over them, under the key `launch` of a recipe. No torch.
+"""Launch of a training: its ranks and their sharding, under the key `launch` of a recipe. Free of torch.
 
 Users say it with an accelerate config (a file, or one that TRL ships, such as fsdp2), with flags of `accelerate launch`
 in the recipe's YAML, which `trl grpo --config` passes on, or with the keys fsdp, fsdp_config and deepspeed. `launch`
@@ -84,12 +84,12 @@ class Launch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one process trains without any wrapper."""
+        """True if one process trains, free of any wrapper."""
         return self.ranks == 1 and self.sharding == "ddp" and self.server_ranks == 0
 
     @property
     def is_deepspeeds(self) -> bool:
-        """Whether DeepSpeed's engine trains, with ZeRO or without."""
+        """True if DeepSpeed's engine trains, at any ZeRO stage, 0 included."""
         return self.sharding.startswith("zero")
 
     @property
@@ -99,11 +99,11 @@ class Launch:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one process trains by itself, perhaps beside a vLLM server."""
+        """True if one process trains by itself, perhaps beside a vLLM server."""
         return self.ranks == 1 and self.sharding == "ddp"
 
     def changed_to(self, ranks: int, machines: int) -> dict[str, object]:
-        """{key: value} with which a file says so many ranks in place of this launch's; {} as it is."""
+        """{key: value} with which a file sets `ranks` in place of this launch's; {} if they are the same."""
         if ranks == self.ranks:
             return {}
         own = {} if machines == self.machines else {"launch.machines": machines}
@@ -164,7 +164,7 @@ class Launch:
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> "Launch":
-        """The launch of a recipe whose `launch` is in the form of `to_values`; one plain rank if it has none."""
+        """The launch of a recipe whose `launch` is in the form of `to_values`; one plain rank by default."""
         given = values.get(LAUNCH) or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"launch must be a mapping; got {quoted(given)}")
@@ -232,7 +232,7 @@ class Launch:
         return {**config, "distributed_type": "DEEPSPEED", "deepspeed_config": zero}
 
     def to_deepspeed(self) -> dict[str, object] | None:
-        """The user's DeepSpeed JSON with this sharding and offload; None where no such file was given."""
+        """The user's DeepSpeed JSON with this sharding and offload, if such a file was given."""
         given = cast("Mapping[str, object]", self.config.get("deepspeed_config") or {}).get(DEEPSPEED_JSON)
         if not isinstance(given, Mapping):
             return None
@@ -289,13 +289,13 @@ class Launch:
 
 
 def named_cards(config: Mapping[str, object]) -> int | None:
-    """How many cards of each machine the `gpu_ids` of an accelerate config name; None where they are all."""
+    """Number of cards of each machine that the `gpu_ids` of an accelerate config name; None for all."""
     ids = [part for part in str(config.get("gpu_ids") or "all").split(",") if part.strip()]
     return None if ids == ["all"] else len(ids)
 
 
 def wrap_policy(config: Mapping[str, object]) -> str:
-    """The wrapping policy in this `fsdp_config`; NO_WRAP, one group of all weights, where it has none."""
+    """The wrapping policy in this `fsdp_config`; NO_WRAP, one group of all weights, by default."""
     return str(config.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
 
 
@@ -306,7 +306,7 @@ def sharding_strategy(config: Mapping[str, object]) -> str:
 
 
 def state_dict_type(config: object, sharding: str) -> str:
-    """How FSDP saves with this `fsdp_config` (accelerate 1.15, set_state_dict_type); whole where it is ours."""
+    """Way in which FSDP saves with this `fsdp_config` (accelerate 1.15, set_state_dict_type); by default, whole."""
     if not isinstance(config, Mapping) or not config:
         return "FULL_STATE_DICT"
     usual = "FULL_STATE_DICT" if sharding == "fsdp1" else "SHARDED_STATE_DICT"
@@ -315,7 +315,7 @@ def state_dict_type(config: object, sharding: str) -> str:
 
 
 def split(values: Mapping[str, object]) -> tuple[Launch, dict[str, object]]:
-    """(the launch of a recipe, the values for its trainer: those without `launch`)."""
+    """(the launch of a recipe, the values for its trainer: all except `launch`)."""
     return Launch.of(values), {key: value for key, value in values.items() if key != LAUNCH}
 
 
@@ -329,7 +329,7 @@ def check_installed(launch: Launch) -> None:
 
 
 def check_on_cpu(launch: Launch) -> None:
-    """Raises ConfigError where ranks on the CPU cannot train as `launch` says."""
+    """Raise ConfigError if ranks on the CPU are unable to train with `launch`."""
     if launch.is_plain:
         return
     if launch.sharding not in ("ddp", "fsdp2"):
@@ -342,7 +342,7 @@ def check_on_cpu(launch: Launch) -> None:
 
 
 def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
-    """(content, what it is in words) of an accelerate config: a file, or the name of one that TRL ships."""
+    """(content, description in words) of an accelerate config: a file, or the name of one that TRL ships."""
     path = Path(given)
     if not may_read(path) or not os.path.isfile(path):
         shipped = shipped_with_trl()
@@ -375,7 +375,7 @@ def read_accelerate_config(given: str) -> tuple[dict[str, object], str]:
 
 
 def shipped_with_trl() -> dict[str, Path]:
-    """{name: file} of the accelerate configs that the installed TRL ships; TRL is not imported."""
+    """{name: file} of the accelerate configs that the installed TRL ships, found without importing it."""
     spec = find_spec("trl")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return {path.stem: path for folder in folders for path in (Path(folder) / "accelerate_configs").glob("*.yaml")}
@@ -431,5 +431,5 @@ def _mapping(value: object, key: str, what: str, named: str = "") -> Mapping[str
 
 
 def is_on(value: object) -> bool:
-    """Whether a key is on, as YAML or text says it."""
+    """True if a key is on, as YAML or text spells it."""
     return str(value).lower() in ("true", "1", "yes", "on", "y", "t")

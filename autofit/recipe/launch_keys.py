@@ -1,4 +1,4 @@
-"""The keys that say how a training is launched: accelerate's, and transformers' own. No torch here.
+"""The keys of a training's launch: accelerate's, and transformers' own. Free of torch.
 
 The tables are of accelerate 1.15, whose own parser and plugins judge them in `tests/test_launching.py`. What is not in
 them accelerate refuses late and in other words (KeyError: 'BOGUS'), or takes for something else: its launcher
@@ -114,7 +114,7 @@ _NUMBERED = {"fsdp_sharding_strategy": 5, "fsdp_state_dict_type": 3, "fsdp_backw
 
 
 def check_values(config: Mapping[str, object], place: Callable[[str], str]) -> None:
-    """Raise ConfigError for values that accelerate would not take; `place` says where the user gives a key."""
+    """Raise ConfigError for values that accelerate would refuse; `place` gives the place where the user set a key."""
     wrong = [wrong for wrong in _checked(config) if not _fits(*wrong)]
     told, seen = list[str](), ""
     for path, value, words in wrong:
@@ -179,7 +179,7 @@ def place(
     path: str, values: Mapping[str, object], *, config: Mapping[str, object], config_name: str,
     file: str = "the recipe",
 ) -> str:  # fmt: skip
-    """Where the user says, or could say, what the key `path` of an accelerate config says.
+    """File and key, for error messages, at which accelerate's key `path` is set, or can be set.
 
     `fsdp_config.fsdp_version` may be `run.yaml: fsdp_config.version`. `values` are those of the recipe in `file`,
     `config` is the accelerate config as it stands in the file `config_name`. The last that is read comes first.
@@ -233,7 +233,7 @@ _USUAL: dict[str, object] = {
 
 
 def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
-    """accelerate's `fsdp_config` of the recipe's keys `fsdp` and `fsdp_config`; None where they do not turn FSDP on."""
+    """accelerate's `fsdp_config` of the recipe's keys `fsdp` and `fsdp_config`, if they turn FSDP on."""
     words = _words(fsdp)
     if words is None:
         return None
@@ -271,7 +271,7 @@ def fsdp_config(fsdp: object, given: object) -> dict[str, object] | None:
 
 
 def fsdp_place(values: Mapping[str, object], key: str, file: str, known: bool) -> str | None:
-    """Where `fsdp` and `fsdp_config` of the recipe in `file` say accelerate's `key`; None where they do not.
+    """Place at which `fsdp` and `fsdp_config` of the recipe in `file` set accelerate's `key`, if they do.
 
     They could say any key unless it is `known` from an accelerate config.
     """
@@ -292,12 +292,12 @@ def fsdp_place(values: Mapping[str, object], key: str, file: str, known: bool) -
 
 
 def ignored_keys(given: object) -> list[str]:
-    """Keys of `fsdp_config` that transformers does not read, though they say what it could do."""
+    """Keys of `fsdp_config` that transformers ignores, though they name an ability of it."""
     return [name for name in _json_mapping(given, "fsdp_config") if name.removeprefix("fsdp_") == "offload_params"]
 
 
 def _words(fsdp: object) -> list[str] | None:
-    """The options that `fsdp` lists; [] for true; None where it is not given."""
+    """The options that `fsdp` lists, if it is given; [] for true."""
     if fsdp is None or fsdp is False or (isinstance(fsdp, str | list) and not fsdp):
         return None
     if fsdp is True:
@@ -329,7 +329,7 @@ def _version(given: object) -> int:
 
 
 def deepspeed_config(given: object) -> dict[str, object] | None:
-    """accelerate's `deepspeed_config` of the recipe's key `deepspeed`, a file or a mapping; None where it is not given.
+    """accelerate's `deepspeed_config` of the recipe's key `deepspeed`, a file or a mapping, if it is given.
 
     The JSON itself is under DEEPSPEED_JSON.
     """

@@ -1,4 +1,4 @@
-"""How a recipe is launched, from everything that says it, as TRL 1.16 and accelerate 1.15 take it. No torch here.
+"""Launch of a recipe, from all its sources, as TRL 1.16 and accelerate 1.15 take it. Free of torch.
 
 Later ones win, with a note: the accelerate config (a file, or one that TRL ships), the flags of `accelerate launch` in
 the recipe's YAML, those of the command line, transformers' keys fsdp and deepspeed, and the key `launch`.
@@ -37,7 +37,7 @@ _OF_TYPE = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the command line, or the caller of the API, says of a launch.
+    """Options of a launch from the command line, or the caller of the API.
 
     `num_processes` are the ranks that the recipe is written for; `gpus` are the cards that it is to train on, at the
     effective batch that it has on its own ranks, divided over `machines`.
@@ -49,7 +49,7 @@ class LaunchOptions:
     machines: int | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for numbers that cannot be."""
+        """Raise ConfigError for impossible numbers."""
         for name, value in (("num_processes", self.num_processes), ("gpus", self.gpus), ("nodes", self.machines)):
             at_least_one(name, value)
 
@@ -60,7 +60,7 @@ NO_OPTIONS = LaunchOptions()
 def launch_options(
     *, gpu: str | None, accelerate_config: str | os.PathLike[str] | None, num_processes: int | None, gpus: int | None
 ) -> tuple[str | None, LaunchOptions]:
-    """(the card that `gpu` names, what is said of the launch). Raises ConfigError.
+    """(the card that `gpu` names, the options of the launch). Raises ConfigError.
 
     `8xa100-80gb` is 8 cards, `4x8xa100-80gb` is 4 machines of 8.
     """
@@ -150,7 +150,7 @@ def launched(
 
 
 def is_launch_key(key: str) -> bool:
-    """Whether `key` is a flag of `accelerate launch`, which a recipe of TRL may have among its keys."""
+    """True if `key` is a flag of `accelerate launch`, which a recipe of TRL may have among its keys."""
     return any(key in names for names in FLAGS.values()) or key in TYPES or key in REFUSED
 
 
@@ -198,7 +198,7 @@ def _apply_flags(found: _Reading, flags: Mapping[str, object]) -> None:
 
 
 def _into(found: _Reading, section: str, given: Mapping[str, object]) -> None:
-    """Lay the flags `given` over a section of the config. Raises ConfigError where nothing turns it on."""
+    """Lay the flags `given` over a section of the config. Raises ConfigError unless the section is turned on."""
     kind = next(kind for kind, name in _OF_TYPE.items() if name == section)
     if found.config.get("distributed_type") != kind:
         name = next(iter(given))
@@ -245,7 +245,7 @@ def _apply_trainers(found: _Reading, keys: Mapping[str, object]) -> None:
 
 
 def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environment: Mapping[str, str]) -> None:
-    """Settle num_processes, and that several without a word on sharing are DDP."""
+    """Settle num_processes; several default to DDP."""
     config = found.config
     if options.num_processes is not None:
         if flagged and config["num_processes"] != options.num_processes:
@@ -273,7 +273,7 @@ def _apply_ranks(found: _Reading, flagged: bool, options: LaunchOptions, environ
 
 
 def _optimizer_stays(config: Mapping[str, object]) -> bool:
-    """Whether a DeepSpeed config moves the parameters to the host, and not the optimizer's state."""
+    """True if a DeepSpeed config moves the parameters to the host, but keeps the optimizer's state on the card."""
     zero = config.get("deepspeed_config")
     return isinstance(zero, Mapping) and str(zero.get("offload_optimizer_device") or "none").lower() == "none"
 
@@ -288,9 +288,9 @@ def _read_json(found: _Reading) -> None:
 
 
 def _check_beside_json(found: _Reading, flags: Mapping[str, object]) -> None:
-    """Raise ConfigError where the accelerate config says itself what a DeepSpeed JSON says, which accelerate refuses.
+    """Raise ConfigError if the accelerate config repeats a setting of a DeepSpeed JSON, which accelerate refuses.
 
-    DeepSpeedPlugin is told of the keys in the config file only, not of flags.
+    DeepSpeedPlugin sees only the keys in the config file, not flags.
     """
     zero, own = found.config.get("deepspeed_config"), found.file.get("deepspeed_config") or {}
     if found.file.get("distributed_type") != "DEEPSPEED" or not (isinstance(zero, Mapping) and DEEPSPEED_JSON in zero):
@@ -334,7 +334,7 @@ _OPTIONS = {
 
 
 def needs_server(resolved: Mapping[str, object], values: Mapping[str, object]) -> bool:
-    """Whether the recipe `values`, with defaults `resolved`, generates with a vLLM server that it names no place of."""
+    """True if the recipe `values`, with defaults `resolved`, generates with a vLLM server whose place is left open."""
     asked = {**resolved, **values}
     return (
         is_on(asked.get("use_vllm"))
@@ -379,7 +379,7 @@ class RolloutServer:
         )  # fmt: skip
 
     def arguments(self, host: str, port: int) -> list[str]:
-        """What follows COMMAND for a server that listens on `port` of `host`."""
+        """Arguments after COMMAND for a server that listens on `port` of `host`."""
         copies = self.cards // self.tensor_parallel
         return [
             f"--model={self.model}", f"--host={host}", f"--port={port}",

@@ -1,6 +1,6 @@
-"""A pipeline file: several trainings, each with its recipe, of which later ones use what earlier ones trained.
+"""A pipeline file: several trainings, each with its recipe, of which later ones use the models of earlier ones.
 
-No torch here, and nothing is trained or searched: reading a file finds everything that is wrong with the file itself.
+Free of torch, and only a reader: reading a file finds everything that is wrong with the file itself.
 """
 
 import os
@@ -83,7 +83,7 @@ class Stage:
     searched: bool = True  # False: train the recipe as it is
 
     def resolved(self, models: Mapping[str, object]) -> dict[str, object]:
-        """The recipe's values with `models` ({stage: path of what it trained}) in place."""
+        """The recipe's values with `models` ({stage: path of its trained model}) in place."""
         return cast("dict[str, object]", replaced(self.values, models))
 
 
@@ -95,7 +95,7 @@ class Pipeline:
     stages: tuple[Stage, ...]
 
     def stage(self, name: str) -> Stage:
-        """The stage `name`. Raises ConfigError if there is none."""
+        """The stage `name`. Raises ConfigError for an unknown one."""
         found = {stage.name: stage for stage in self.stages}
         if name not in found:
             raise ConfigError(
@@ -105,7 +105,7 @@ class Pipeline:
 
 
 def record_path(folder: Path, name: str) -> Path:
-    """Where the studies' `folder` has what a pipeline has done."""
+    """Path of a pipeline's record in the studies' `folder`."""
     return folder / "pipelines" / f"{name}.json"
 
 
@@ -130,7 +130,7 @@ def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, o
 
 
 class _Reader:
-    """Reads one pipeline and collects what is wrong with it."""
+    """Reads one pipeline and collects its errors."""
 
     def __init__(self, content: Mapping[str, object], folder: Path, changes: Mapping[str, object]) -> None:
         self.wrong: list[str] = []

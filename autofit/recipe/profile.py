@@ -1,4 +1,4 @@
-"""What is known of a built-in trainer before it is imported: `NAME.yaml` beside its module. No torch here.
+"""Facts of a built-in trainer, known before its import: `NAME.yaml` beside its module. Free of torch.
 
 Its name stands nowhere else in autofit but in that file, its module, its search space and its entry point. A test
 compares the table of keys, by which a recipe tells its trainer, with TRL's own parsers.
@@ -23,7 +23,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Older:
-    """What older libraries did with a recipe, by the version of TRL that changed it; read in the sources of each."""
+    """Behaviour of older libraries with a recipe, by the version of TRL that changed it; read in each one's sources."""
 
     logits_until: Version | None = None  # the logits of all tokens were held at the loss; None: not known
     kbit_until: Version = (0, 26)  # peft's preparation made all weights that are not quantised float32
@@ -37,14 +37,14 @@ class Older:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a trainer's recipes are told by, what their training is like, and a recipe to start from."""
+    """Keys that identify a trainer's recipes, properties of its training, and a recipe to start from."""
 
     name: str
     place: int = 0  # among the trainers, where they are listed; the first is the usual one
     of_trl: bool = False  # whether `trl NAME` trains its recipes, and hands them on to `accelerate launch`
-    of_transformers: bool = False  # without of_trl: whether transformers' keys fsdp and deepspeed say the launch
+    of_transformers: bool = False  # without of_trl: True if transformers' keys fsdp and deepspeed set the launch
     page: bool = False  # whether the page's list of allowed settings has those of its recipes
-    keys: tuple[str, ...] = ()  # keys that it takes and another trainer does not: its recipes are told by them
+    keys: tuple[str, ...] = ()  # keys that it takes and another trainer lacks, which identify its recipes
     own_key: str = ""  # a key that no other trainer takes, and each of its recipes has
     columns: tuple[frozenset[str], ...] = ()  # of a dataset that is for it: any of these sets
     dataset: str = ""  # of TRL's own documentation, in its format
@@ -59,7 +59,7 @@ class Profile:
 
 
 def profile(name: str) -> Profile:
-    """The profile of the trainer `name`; an empty one where it has none, as those of others."""
+    """The profile of the trainer `name`; an empty one if it has none, as those of others."""
     return profiles().get(name) or Profile(name=name)
 
 
@@ -99,7 +99,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
 
 
 class SeveralTrainersError(ConfigError):
-    """The keys of a recipe do not tell which of several trainers it is for."""
+    """The keys of a recipe fit several trainers."""
 
     def __init__(self, keys: tuple[str, ...], trainers: tuple[str, ...]) -> None:
         self.trainers = trainers
@@ -142,7 +142,7 @@ def trainer_of(values: Mapping[str, object], asked: str | None) -> str:
 
 
 def told_by_columns(values: Mapping[str, object]) -> bool:
-    """Whether the columns of the dataset, and not the keys of the recipe, say its trainer."""
+    """True if the columns of the dataset, rather than the keys of the recipe, decide its trainer."""
     try:
         return trainer_of({k: v for k, v in values.items() if k != "dataset_name"}, None) != trainer_of(values, None)
     except SeveralTrainersError:
@@ -168,7 +168,7 @@ _KTO = frozenset({"completion", "label"})  # TRL's format of unpaired preference
 
 
 def trainer_of_data(dataset: str) -> str:
-    """The trainer that the columns of the file `dataset` are for. Raises ConfigError where they do not say."""
+    """The trainer that the columns of the file `dataset` are for. Raises ConfigError if they leave it open."""
     columns = _columns(Path(dataset))
     if columns >= _KTO:
         raise ConfigError(
@@ -182,7 +182,7 @@ def trainer_of_data(dataset: str) -> str:
 
 
 def _fitting(columns: set[str], *, among: Iterable[str]) -> list[str]:
-    """The trainers that data of these `columns` is for: those that use the most of them; none for KTO's."""
+    """The trainers that data of these `columns` is for: those that use the most of them; [] for KTO's."""
     if columns >= _KTO:
         return []
     used = {name: max((len(each) for each in profile(name).columns if each <= columns), default=0) for name in among}
@@ -191,7 +191,7 @@ def _fitting(columns: set[str], *, among: Iterable[str]) -> list[str]:
 
 
 def _columns(path: Path) -> set[str]:
-    """The columns of a JSONL, JSON or CSV file, or of a folder's first; none where none can be read."""
+    """The columns of a JSONL, JSON or CSV file, or of a folder's first; empty if unreadable."""
     try:
         if os.path.isdir(path):
             path = min((one for one in path.iterdir() if one.suffix in (".jsonl", ".csv")), default=path)

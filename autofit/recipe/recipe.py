@@ -1,4 +1,4 @@
-"""A recipe: the YAML that `trl grpo --config` takes, and the quantities derived from it. No torch here."""
+"""A recipe: the YAML that `trl grpo --config` takes, and the quantities derived from it. Free of torch."""
 
 import contextlib
 import json
@@ -71,7 +71,7 @@ class Recipe:
 
     @property
     def sharers(self) -> int:
-        """Ranks that compute parts of the same samples; 1 without sequence parallelism."""
+        """Ranks that compute parts of the same samples; 1 unless sequences are parallel."""
         return 1 if self.keys.sharers is None else self.integer(self.keys.sharers)
 
     @property
@@ -105,12 +105,12 @@ class Recipe:
 
     @property
     def generates(self) -> bool:
-        """Whether the trainer generates its samples (completions)."""
+        """True if the trainer generates its samples (completions)."""
         return self.keys.rollout is not None
 
     @property
     def num_generations(self) -> int:
-        """Completions in a group; 1 for a trainer without groups."""
+        """Completions in a group; 1 for a trainer that has no groups."""
         return self.integer(self.keys.group) if self.keys.group is not None else 1
 
     @property
@@ -128,20 +128,20 @@ class Recipe:
         return self.micro_batch_size * self.world_size * self.steps_per_generation
 
     def passed_samples(self, key: str) -> int:
-        """Samples of a rollout on a rank, in the pass without gradients whose size is `key`, which divides them."""
+        """Samples of a rollout on a rank, in the gradient-free pass whose size is `key`, which divides them."""
         keys = self.keys
         sharers = self.integer(keys.referrers) if keys.referrers and key == keys.referred else self.sharers
         return self.generation_batch_size * sharers // self.launch.ranks
 
     @property
     def reuses_rollouts(self) -> bool:
-        """Whether one rollout serves several optimizer steps, or is trained on more than once."""
+        """True if one rollout serves several optimizer steps, or is trained on more than once."""
         again = self.keys.reuse is not None and self.resolved.get(self.keys.reuse, 1) != 1
         return again or self.generation_batch_size > self.effective_batch_size
 
     @property
     def evaluated_samples(self) -> int:
-        """Samples in one batch of the evaluation within the training; 0 where there is none."""
+        """Samples in one batch of the evaluation within the training; 0 if there is none."""
         key = self.keys.evaluation
         return 0 if key is None or not evaluates(self.resolved) else self.integer(key)
 
@@ -286,7 +286,7 @@ def merge(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
 
 
 def inner_value(values: Mapping[str, object], key: str) -> object:
-    """The value of `outer.inner` inside the mapping `outer`, or of a key further inside; None if it is not given."""
+    """The value of `outer.inner` inside the mapping `outer`, or of a key further inside, if it is given."""
     outer, _, inner = key.partition(".")
     found = _inside(values.get(outer), key)
     return inner_value(found, inner) if "." in inner and inner not in found else found.get(inner)
@@ -309,7 +309,7 @@ def _inside(value: object, key: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """How a recipe batches its samples over `ranks`; `rollout` is None for a trainer that does not generate."""
+    """Batches of a recipe over `ranks`; `rollout` is None unless the trainer generates."""
 
     micro: int
     accumulation: int
@@ -411,7 +411,7 @@ def sizes_of_ranks(recipe: Recipe, before: Recipe) -> dict[str, object]:
 
 
 def _scored(recipe: Recipe, batch: Batch) -> dict[str, object]:
-    """{key: its value} of passes without gradients whose samples do not divide a rank's rollout in `batch`."""
+    """{key: its value} of gradient-free passes whose samples fail to divide a rank's rollout in `batch`."""
     keys, found = recipe.keys, dict[str, object]()
     if batch.rollout is None or (keys.packed is not None and recipe.resolved.get(keys.packed)):
         return {}
@@ -430,7 +430,7 @@ def with_launch(recipe: Recipe, launch: Launch) -> Recipe:
 
 
 def _on(launch: Launch, ranks: int, *, shards_alone: bool) -> Launch:
-    """The launch on `ranks` cards; a single one shards nothing, unless the tool does that too."""
+    """The launch on `ranks` cards; a single one is unsharded, unless the tool shards that too."""
     if ranks == 1 and not shards_alone and launch.offload == "none" and launch.server_ranks == 0:
         return Launch()
     each = launch.ranks // launch.machines

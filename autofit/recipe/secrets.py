@@ -64,7 +64,7 @@ def sealed(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _variable(name: str, value: object) -> object:
-    """The value of a variable of `env`, sealed unless it says no more than a switch does: nothing, true, 4."""
+    """The value of a variable of `env`, sealed unless it is as short as a switch: empty, true, 4."""
     short = value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10_000)
     return value if short or value == "" or name in _IN_CLEAR else _kept(str(value))
 
@@ -93,12 +93,12 @@ def _kept_unless_a_name(found: re.Match[str]) -> str:
 
 
 def opened_text(text: str) -> str:
-    """`text` with the secrets in place of their references. Raises ConfigError for one that is no longer kept."""
+    """`text` with the secrets in place of their references. Raises ConfigError for a deleted one."""
     return _KEPT.sub(lambda found: _read(found[0]), text)
 
 
 def opened(values: Mapping[str, object]) -> dict[str, object]:
-    """`values` with the secrets in place of their references. Raises ConfigError for one that is no longer kept."""
+    """`values` with the secrets in place of their references. Raises ConfigError for a deleted one."""
     return {key: _opened(value) for key, value in values.items()}
 
 
@@ -172,7 +172,7 @@ def _folder() -> Path:
 
 
 def _salt(folder: Path) -> bytes:
-    """Random bytes of this machine, so that a reference tells nothing of a short secret."""
+    """Random bytes of this machine, so that a reference hides even a short secret."""
     path = folder / "salt"
     if not path.exists():
         _write(path, secrets.token_bytes(32), replaces=False)
@@ -180,7 +180,7 @@ def _salt(folder: Path) -> bytes:
 
 
 def _write(path: Path, content: bytes, *, replaces: bool = True) -> None:
-    """Write a file that only the user can read, whole or not at all; of several writers one wins."""
+    """Write a file that only the user can read, atomically; of several writers one wins."""
     handle, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
     with os.fdopen(handle, "wb") as file:
         file.write(content)

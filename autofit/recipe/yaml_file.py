@@ -1,4 +1,4 @@
-"""A recipe as it is given: a YAML file that cannot hang or flood, a mapping, TRL's config objects. No torch here.
+"""A recipe as given: a YAML file, read within limits of size and time, a mapping, TRL's config objects. No torch.
 
 With the kinds of values that a field of a trainer's config takes.
 """
@@ -34,7 +34,7 @@ _PLAIN = {"str", "int", "float", "bool", "null", "seq", "map", "merge"}
 def read_yaml_mapping(path: Path, *, what: str) -> dict[str, object]:
     """The mapping in the YAML file `path`; `what` names it in the errors ("recipe", "search space").
 
-    Raises ConfigError for what is no regular file of at most 128 KiB, no YAML, or holds anything but plain values
+    Raises ConfigError for anything but a regular file of at most 128 KiB, in YAML, of plain values alone
     (text, numbers, true, false, null, lists, mappings).
     """
     if what in ("recipe", "file") and path.suffix in (".py", ".ipynb"):
@@ -85,7 +85,7 @@ def _plain_value(text: str) -> object:
 
 
 def _text(path: Path) -> str:
-    """What the file holds. Opened without waiting, so that a pipe or a device is refused and not read."""
+    """Content of the file. Opened at once and checked, so that a pipe or a device is refused unread."""
     try:
         content, _ = regular_bytes(path, most=MOST_BYTES, what="a YAML file")
         return of_notebook(content.decode("utf-8"))
@@ -133,7 +133,7 @@ def _one_line(error: yaml.YAMLError) -> str:
 
 
 def _check(top: yaml.Node) -> None:
-    """Raise ConfigError unless `top` is plain values, not too many, and no key stands twice."""
+    """Raise ConfigError unless `top` is plain values, few enough, with every key once."""
     for values, (node, levels) in enumerate(_nodes(top), start=1):
         if values > _MOST_VALUES:
             raise ConfigError(f"more than {_MOST_VALUES:,} values, those of aliases (*name) counted at each use")
@@ -194,7 +194,7 @@ _folder: str | None = None  # of the process, whose threads read too
 
 @contextmanager
 def only_below(folder: Path) -> Iterator[None]:
-    """Context in which no file that a recipe names is read, unless it is in `folder` or below."""
+    """Context in which a recipe may only read files in `folder` or below."""
     global _folder
     before, _folder = _folder, os.path.abspath(folder)
     try:
@@ -204,12 +204,12 @@ def only_below(folder: Path) -> Iterator[None]:
 
 
 def is_open() -> bool:
-    """Whether a recipe may name any file."""
+    """True if a recipe may name any file."""
     return _folder is None
 
 
 def may_read(path: str | os.PathLike[str]) -> bool:
-    """Whether a recipe may name `path`. Looks at no file."""
+    """True if a recipe may name `path`, by its spelling alone."""
     return _folder is None or Path(os.path.abspath(path)).is_relative_to(_folder)
 
 
@@ -277,7 +277,7 @@ def _plain_mapping(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _plain(key: str, value: object) -> object:
-    """`value` of the recipe's `key` as YAML holds it. Raises ConfigError for what it cannot hold."""
+    """`value` of the recipe's `key` as YAML holds it. Raises ConfigError for an unsupported one."""
     if isinstance(value, Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | float):
@@ -313,7 +313,7 @@ def _is_trls(kind: type) -> bool:
 
 
 def _stated(part: object) -> dict[str, object]:
-    """{key: plain value} from which TRL makes `part` again: what differs from the defaults and does not follow.
+    """{key: plain value} from which TRL makes `part` again: the independent values that differ from the defaults.
 
     TRL fills some fields in from others when an object is made (`steps_per_generation` from the accumulation, `bf16`
     from `fp16`). Those are left out wherever the object comes out the same without them.
@@ -356,7 +356,7 @@ def _default(field: "Field[Any]") -> object:
 
 
 def _made(kind: Callable[..., object], values: Mapping[str, object]) -> object | None:
-    """An object of `kind`, or None where TRL refuses these values."""
+    """An object of `kind`, unless TRL refuses these values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -371,7 +371,7 @@ def _same(one: object, other: object) -> bool:
 
 # -- whether a value of YAML can stand for a field of a dataclass, and how the field's type reads ---------------------
 
-# What a value may be, in JSON types: a name of _IS, "any", or a list of values of which it is one.
+# Allowed values, in JSON types: a name of _IS, "any", or a list of the values.
 Kind = str | list[Any]
 
 _IS: dict[str, Callable[[object], bool]] = {
@@ -388,7 +388,7 @@ _OF_HINT: dict[Any, Kind] = {
 
 
 def kinds(hint: Any) -> list[Kind]:
-    """The kinds of YAML values that can stand for a field annotated `hint`: one that is not known takes any."""
+    """The kinds of YAML values that can stand for a field annotated `hint`; an unknown one takes any."""
     if hint is Any or isinstance(hint, str) or hint is object:
         return ["any"]
     origin = typing.get_origin(hint)
@@ -404,12 +404,12 @@ def kinds(hint: Any) -> list[Kind]:
 
 
 def is_one_of(value: object, known: Iterable[Kind]) -> bool:
-    """Whether `value` is of one of these kinds (a whole number passes for a number, true and false for neither)."""
+    """True if `value` is of one of these kinds (a whole number passes for a number, true and false for neither)."""
     return any(kind == "any" or (value in kind if isinstance(kind, list) else _IS[kind](value)) for kind in known)
 
 
 def accepts(value: object, hint: Any) -> bool:
-    """Whether a YAML value can stand for a field annotated `hint`."""
+    """True if a YAML value can stand for a field annotated `hint`."""
     return is_one_of(value, kinds(hint))
 
 

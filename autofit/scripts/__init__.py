@@ -1,1 +1,1 @@
-"""A training script of one's own on a simulated card, with stand-ins for what is not on this machine."""
+"""A training script of one's own on a simulated card, with stand-ins for missing models, data and packages."""

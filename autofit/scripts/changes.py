@@ -92,7 +92,7 @@ class Advice:
     ask: Ask
 
     def offers(self, found: Figures) -> Iterator[Offer]:
-        """Those with which it fits that does not with the figures `found`, as they are found.
+        """The settings with which a script fits whose figures `found` exceed the card, as they are found.
 
         The largest micro-batch by halves that fits, as the script is, and then with checkpoints.
         """
@@ -175,7 +175,7 @@ FEW = 3
 
 
 class Fewer:
-    """Micro-batches that are left out while `alike` is true; `now_s` is the clock, and `note` is told of it."""
+    """Leaves out micro-batches while `alike` is true; `now_s` is the clock, and `note` is called with a message."""
 
     def __init__(self, alike: Callable[[], bool], now_s: Callable[[], float], note: Callable[[str], None]) -> None:
         self._alike, self._now_s, self._note = alike, now_s, note

@@ -1,4 +1,4 @@
-"""Made-up samples in place of data that are not on this machine, with the columns that a script reads. No torch."""
+"""Made-up samples in place of missing data, with the columns that a script reads. Free of torch."""
 
 import ast
 import builtins
@@ -83,7 +83,7 @@ class Columns:
 
     @cached_property
     def _chats(self) -> set[str]:
-        """Names of columns that hold turns: the usual ones, and those of which a function takes one by its number."""
+        """Names of columns that hold turns: the usual ones, and those whose items a function takes by number."""
         found = set(_CHATS)
         if re.search(_REWARDS_OF_CHATS, self.code) and not re.search(r"""["']prompt["']\s*:""", self.code):
             found.add(_PROMPT)  # which the script takes as it stands in the data
@@ -117,7 +117,7 @@ class Columns:
 
 
 def _dicts(node: ast.AST) -> Iterator[str]:
-    """The names that a statement gives to a dict of its own or to a file of settings: no rows."""
+    """The names that a statement gives to a dict of its own or to a file of settings, rather than to rows."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return
     value = node.value
@@ -155,7 +155,7 @@ _READERS = ("read_json", "read_csv", "read_parquet")  # of pandas
 
 
 class MadeUp:
-    """Rows of `tokens` tokens; `names` tells what they stand for. What is written of them lies below `folder`."""
+    """Rows of `tokens` tokens; `names` are those of the replaced data. Files written from them lie below `folder`."""
 
     def __init__(self, columns: Columns, tokens: int | None, folder: Path, note: Callable[[str], None]) -> None:
         self.columns, self.folder, self._tokens, self._note = columns, folder, tokens, note
@@ -164,7 +164,7 @@ class MadeUp:
         self._written: dict[str, str] = {}
 
     def rows(self, name: str) -> list[dict[str, object]]:
-        """Rows that stand for the data `name`. Raises ConfigError where their length is not given."""
+        """Rows that stand for the data `name`. Raises ConfigError if their length was not given."""
         if self._tokens is None:
             raise ConfigError(_missing(name)) from None
         if name not in self.names:
@@ -191,7 +191,7 @@ class MadeUp:
         return datasets.Dataset.from_list(rows[:2]).select([0, 1] * (len(rows) // 2))
 
     def place(self, path: Any) -> Any:
-        """Where a file that made-up rows are written into lies: nothing of the user's is written over."""
+        """Path for a file written from made-up rows: the user's own files are kept."""
         if not self.names or not isinstance(path, str | Path):
             return path
         whole = str(Path(path).absolute())
@@ -206,7 +206,7 @@ class MadeUp:
         return self._written.get(str(Path(path).absolute()), path) if isinstance(path, str | Path) else path
 
     def unknown_column(self, error: Exception) -> str | None:
-        """The column that the script asked for in vain, by the error that it raised; None where it did not."""
+        """The column that the script asked for in vain, by the error that it raised, if that is the cause."""
         if not self.names or not isinstance(error, KeyError | ValueError) or not error.args:
             return None
         plain = r"'?([A-Za-z_]\w*)'?$|" if isinstance(error, KeyError) else ""
@@ -217,7 +217,7 @@ class MadeUp:
 
 @contextmanager
 def stood_in(made: MadeUp, own: Callable[[str], bool]) -> Iterator[None]:
-    """Context in which data that are not on this machine are `made` up; `own` tells the script's own files."""
+    """Context in which missing data are `made` up; `own` recognises the script's own files."""
     with ExitStack() as patches:
         patches.enter_context(_datasets(made))
         patches.enter_context(_pandas(made))

@@ -43,7 +43,7 @@ class PeakOfPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Today:
-    """What the installed libraries hold."""
+    """Memory of the recipe with the installed libraries."""
 
     trl: str
     device_used_bytes: int | None
@@ -52,7 +52,7 @@ class Today:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theirs:
-    """What a recipe holds with other libraries."""
+    """Memory of a recipe with other libraries."""
 
     environment: str
     trainer: str
@@ -72,7 +72,7 @@ class Theirs:
     notes: tuple[str, ...]
 
     def lines(self, today: "Today") -> list[str]:
-        """What they hold beside what `today`'s libraries do, the peaks by phase, and what is to be known of it."""
+        """Their memory beside that of `today`'s libraries, the peaks by phase, and notes on them."""
         other = ", ".join(f"{name} {self.versions[name]}" for name in TOLD[1:] if name in self.versions)
         rows = ", ".join(f"{phase.name} {format_bytes(phase.peak_allocated_bytes)}" for phase in self.phases)
         torch = self.versions["torch"].partition("+")[0]
@@ -121,19 +121,19 @@ class Libraries:
         return f"the trl {self.version('trl')} of {self.path}"
 
     def version(self, name: str) -> str | None:
-        """The version of a package there; None where it is not."""
+        """The version of a package there, if it has it."""
         found = self._found.get(name)
         return None if found is None else found.version
 
     @cached_property
     def taken(self) -> tuple[str, ...]:
-        """The names of what is taken: TRL's family, and of what it needs that which is not installed here."""
+        """The names of the packages taken: TRL's family, and those of its dependencies that are missing here."""
         here = {_plain(each.metadata["Name"] or "") for each in distributions()}
         left = here.difference(_FAMILY).union(_OURS)
         return tuple(name for name in self._needed() if name not in left and self._loads(name))
 
     def link(self, folder: Path) -> None:
-        """Make `folder` hold links to what is taken, to stand before this environment's own packages."""
+        """Make `folder` hold links to the packages taken, to stand before this environment's own packages."""
         for name in self.taken:
             for path in self._files(self._found[name]):
                 target = folder / path.name
@@ -161,7 +161,7 @@ class Libraries:
         return list(seen)
 
     def _loads(self, name: str) -> bool:
-        """Whether any Python loads a package that was built for theirs: by the tags of its wheel."""
+        """True if any Python loads a package that was built for theirs: by the tags of its wheel."""
         tags = re.findall(r"^Tag: \S+-(\S+)-(\S+)$", self._found[name].read_text("WHEEL") or "", re.MULTILINE)
         return bool(self._files(self._found[name])) and any(abi == "abi3" or on == "any" for abi, on in tags)
 
@@ -207,7 +207,7 @@ class Asked:
 
 
 def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
-    """The recipe as those libraries get it. Raises ConfigError for one that TRL's own scripts do not train."""
+    """The recipe as those libraries get it. Raises ConfigError for one outside TRL's own scripts."""
     name = recipe.trainer_name or recipe.trainer
     why = None
     if not profile(name).of_trl or recipe.foreign:
@@ -225,7 +225,7 @@ def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
 
 
 def run_with(libraries: Libraries, asked: Asked, folder: Path, *, deadline_s: float) -> Theirs:
-    """What the recipe holds with those libraries. Raises ConfigError for what they do not take."""
+    """Memory of the recipe with those libraries. Raises ConfigError for keys and values that they refuse."""
     links = folder / "site-packages"  # by which name dill knows that a module is no code of the user's
     request, answer = folder / "asked.json", folder / "answer.json"
     links.mkdir(parents=True)

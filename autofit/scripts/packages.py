@@ -1,4 +1,4 @@
-"""Stand-ins for packages that a script imports to report, evaluate or fetch, and that are not installed.
+"""Stand-ins for missing packages that a script imports to report, evaluate or fetch.
 
 Nothing that they do is on the card. A package that may change the training (deepspeed, flash_attn) has none. Commands
 with which a script installs packages or fetches files are not run, and noted: a simulation changes nothing on this
@@ -38,7 +38,7 @@ _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
 class Nothing(str):
-    """What a stand-in has, gives and takes: an empty text, and 0 where a number is asked for; all it does is itself.
+    """Value of all that a stand-in has, gives and takes: an empty text, and 0 as a number; all it does is itself.
 
     A text, since a token read from it is put into the environment; of a value that a type's name may have.
     """
@@ -100,7 +100,7 @@ class Nothing(str):
 
 
 class IdleModule(ModuleType):
-    """A module that has any name, of which each does nothing."""
+    """A module that has any name, each of them idle."""
 
     __path__: list[str] = []
 
@@ -129,7 +129,7 @@ class _Finder(MetaPathFinder, Loader):
 
 @contextmanager
 def idle(code: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Context in which the packages that the Python `code` imports do nothing where they are missing and may."""
+    """Context in which the packages that the Python `code` imports are idle if they are missing and may be so."""
     names = [name for name in _imported(code) if name in _FETCHES or not _installed(name)]
     if not names:
         yield
@@ -150,7 +150,7 @@ def idle(code: str, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _imported(code: str) -> list[str]:
-    """Those of the idle packages that `code` imports, but for a `try` that may do without."""
+    """The idle packages that `code` imports, leaving out a `try` that may do without."""
     found = [*_OF_REWARDS] if any(name in code for name in _REWARDS) else []
     for name in imports(ast.parse(code)):
         found += [own for own in _IDLE if name == own or name.startswith(f"{own}.")]
@@ -158,7 +158,7 @@ def _imported(code: str) -> list[str]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The modules that a tree of Python imports, and the names from them, but for those that a `try` does without."""
+    """The modules that a tree of Python imports, and the names from them, leaving out a `try` that does without."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
@@ -169,18 +169,18 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def imports_unsloth(code: str) -> bool:
-    """Whether `code` imports Unsloth, but for a `try` that does without."""
+    """True if `code` imports Unsloth outside a `try` that does without."""
     return "unsloth" in code and any(name.partition(".")[0] in UNSLOTH for name in imports(ast.parse(code)))
 
 
 def _copes(node: ast.Try) -> bool:
-    """Whether a `try` does without what it imports."""
+    """True if a `try` does without its imports."""
     return any(each.type is None or "Error" in ast.unparse(each.type) or "Exception" in ast.unparse(each.type)
                for each in node.handlers)  # fmt: skip
 
 
 def _outermost(name: str) -> str:
-    """The first package on the way to `name` that is not installed, or `name`."""
+    """The first missing package on the way to `name`, or `name`."""
     parts = name.split(".")
     ways = [".".join(parts[:n]) for n in range(1, len(parts))]
     return next((way for way in ways if not _installed(way)), name)
@@ -214,7 +214,7 @@ LOCAL = ("127.", "localhost", "::1")  # how addresses of this machine begin
 
 @contextmanager
 def nothing_started(code: str, note: Callable[[str], None], asked: list[str]) -> Iterator[None]:
-    """Context in which a command that installs packages does nothing and succeeds, and one that fetches fails.
+    """Context in which a command that installs packages is skipped and succeeds, and one that fetches fails.
 
     `note` hears of each once, and `asked` gets what it wanted to reach.
     """
@@ -222,7 +222,7 @@ def nothing_started(code: str, note: Callable[[str], None], asked: list[str]) ->
     noted: set[str] = set()
 
     def refused(command: object) -> int | None:
-        """The exit code of a command that is not run; None of one that is."""
+        """The exit code of a skipped command; None of one that runs."""
         text = _text(command)
         installs = _INSTALLS.search(text) is not None
         host = _HOST.search(text)

@@ -45,12 +45,12 @@ class _Enough(BaseException):
 
 
 class _NeedsColumn(Exception):
-    """The script reads a column that made-up rows do not have; its name."""
+    """The script reads a column that made-up rows lack; its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script or notebook with its arguments, and what is said in place of what is not on this machine.
+    """A script or notebook with its arguments, and the settings that replace missing parts of this machine.
 
     `prompt_tokens` is the length of made-up samples where data are missing. `changes` are laid over every
     TrainingArguments that the script makes. `of_libraries`: it is the recipe's own for the libraries at hand, also old
@@ -66,7 +66,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptCheck:
-    """What a script takes on a card, and the values of its TrainingArguments that advice may change, if it has any."""
+    """Memory of a script on a card, and the values of its TrainingArguments, if any, that advice may change."""
 
     found: FitCheck
     arguments: Mapping[str, Any]
@@ -114,7 +114,7 @@ def fit_script(
 
 
 def _unsaid(_: str) -> None:
-    """A note of made-up samples that whoever asked for them does not need."""
+    """A note on made-up samples that their requester can do without."""
 
 
 def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps: int, made: MadeUp) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
 
 
 def _failed(path: Path, error: Exception, place: str, steps: int, asked: list[str]) -> str:
-    """What a script lacks by the `error` that it raised at a place, in a line."""
+    """Missing part of a script, in a line, by the `error` that it raised at a place."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         if package in sys.modules and package != error.name:
@@ -211,7 +211,7 @@ def _stood_in(
     script: Script, code: str, card: "FakeGpu", seen: dict[str, Any], made: MadeUp, own: Callable[[str], bool],
     fewer: Fewer,
 ) -> Iterator[None]:  # fmt: skip
-    """Context with stand-ins for models and data that are not here, and the changes, where the code may need them."""
+    """Context with stand-ins for missing models and data, and the changes, as far as the code may need them."""
     with ExitStack() as stack:
         log = logging.getLogger("bitsandbytes")  # it warns of slow kernels of the CPU, which are not used here
         stack.callback(log.setLevel, log.level)
@@ -310,7 +310,7 @@ _COMMAND = re.compile(r"^([ \t]*)(?:[!%?]|\w[\w., ]*=\s*[!%])(?:.*\\\n)*.*$", re
 
 
 def code_of(path: Path) -> str:
-    """The code of the file `path`. Raises ConfigError for what is no Python, or a notebook that cannot be read."""
+    """The code of the file `path`. Raises ConfigError for anything but Python, or an unreadable notebook."""
     if path.suffix in _OTHERS:
         raise ConfigError(
             f"{quoted(str(path), 200)} is {_OTHERS[path.suffix]}, and fit-check runs scripts and notebooks of Python; "
@@ -334,7 +334,7 @@ def code_of(path: Path) -> str:
 
 
 def _code_of(cell: dict[str, Any]) -> str:
-    """A cell without `!pip install`, `%magic` and `name = !command`; one that is a whole `%%magic` is left out."""
+    """A cell less `!pip install`, `%magic` and `name = !command`; one that is a whole `%%magic` is left out."""
     source = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
     return "" if source.lstrip().startswith("%%") else _without_commands(source)
 
@@ -348,7 +348,7 @@ def _without_commands(source: str) -> str:
 
 
 def has_commands(path: Path) -> bool:
-    """Whether a .py has a notebook's commands in it, as one that Colab exports."""
+    """True if a .py has a notebook's commands in it, as one that Colab exports."""
     text = path.read_bytes().decode("utf-8", "replace")
     return _without_commands(text) != text
 

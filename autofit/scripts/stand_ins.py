@@ -1,4 +1,4 @@
-"""Stand-ins for the models that a script loads by name and that are not on this machine. Imports transformers.
+"""Stand-ins for missing models that a script loads by name. Imports transformers.
 
 The config is the catalogue's, the tokenizer a small one, and the weights are random ones of the same shape, which go
 through transformers' own loading: quantisation, device map and dtype are the script's. What scripts for older releases
@@ -62,7 +62,7 @@ _TOKENIZER = "tokenizer", "processing_class"  # of a trainer
 
 @contextmanager
 def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Context in which the script with this `code` may say what is gone; `note` is told of it."""
+    """Context in which the script with this `code` may use removed names; `note` is called with each."""
     trainers = [name for name in TRAINERS if f"{name}Trainer" in code]
     moved = dict(_moved(code))
     of_trl = {getattr(trl, f"{name}Trainer"): getattr(trl, f"{name}Config") for name in trainers}
@@ -89,7 +89,7 @@ def understood(code: str, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def modernise(named: dict[str, Any]) -> None:
-    """Say arguments of older releases of transformers, by which a model was loaded, in those of today."""
+    """Translate arguments of older releases of transformers, by which a model was loaded, to today's."""
     bits = {key: named.pop(key) for key in ("load_in_4bit", "load_in_8bit") if key in named}
     if any(bits.values()) and named.get("quantization_config") is None:
         named["quantization_config"] = transformers.BitsAndBytesConfig(**bits)
@@ -175,7 +175,7 @@ def _of_trainer(kind: type, config: Any, note: Callable[[str], None]) -> Any:
 
 
 def _fields(config: Any) -> list[str]:
-    """What the dataclass of a config, or one of it, is made with."""
+    """Names of the arguments of a config's dataclass, or of one of its objects."""
     return [field.name for field in fields(config) if field.init]
 
 
@@ -187,7 +187,7 @@ def _modern(named: Mapping[str, Any], known: list[str], note: Callable[[str], No
 
 
 def in_words_of_today(named: Mapping[str, Any], known: Collection[str], note: Callable[[str], None]) -> dict[str, Any]:
-    """Arguments of an older release by the names that are `known` today; `note` is told of them."""
+    """Arguments of an older release by the names that are `known` today; `note` is called with them."""
     found = modern(named, known, Inspection(device="sim:", worst_case=WorstCase(path=Path()), prompt_tokens=1))
     if found.renamed:
         note(f"older names were read by those of today: {', '.join(found.renamed)}")
@@ -233,13 +233,13 @@ def options_understood(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _parsed(parser: Any) -> Counter[str]:
-    """How many of a parser's dataclasses have each field."""
+    """Number of a parser's dataclasses that have each field."""
     kinds = parser.dataclass_types
     return Counter(field.name for kind in kinds for field in dataclasses.fields(kind) if field.init)
 
 
 def _options_of_today(rest: Sequence[str], known: Counter[str], note: Callable[[str], None]) -> list[str] | None:
-    """Options of today for the unknown ones in `rest`, with what is not known then either; None: all stay."""
+    """Options of today for the unknown ones in `rest`, and the still unknown ones; None: all stay."""
     named: dict[str, object] = {}
     for word in rest:
         if word.startswith("--"):
@@ -257,14 +257,14 @@ def _options_of_today(rest: Sequence[str], known: Counter[str], note: Callable[[
 
 
 def _value(word: object) -> object:
-    """What an option of the command line says; one without a word is true."""
+    """Value of an option of the command line; one that has no word is true."""
     if word is None or str(word).lower() == "true":
         return True
     return False if str(word).lower() == "false" else word
 
 
 def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """`words` without those in `rest`, which stand there in the same order."""
+    """`words` less those in `rest`, which stand there in the same order."""
     left, kept = list(rest), []
     for word in words:
         if left and word == left[0]:
@@ -275,7 +275,7 @@ def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
 
 
 def _shared(found: argparse.Namespace, parser: Any) -> argparse.Namespace:
-    """The namespace `found`, of which each dataclass takes out its fields, and the last one a shared field."""
+    """The namespace `found`, from which each dataclass takes its fields, and the last one a shared field."""
     times = _parsed(parser)
 
     class Shared(argparse.Namespace):
@@ -301,7 +301,7 @@ _MUCH = 10**9  # bytes of weights in float32 that are told
 
 
 class StandIns:
-    """The models that stand in for missing ones, each in a folder below `folder`; `note` is told of each."""
+    """The models that stand in for missing ones, each in a folder below `folder`; `note` is called for each."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self._folder, self._note = folder, note
@@ -310,7 +310,7 @@ class StandIns:
         self._making = False  # the making of a stand-in asks for what it stands for
 
     def home(self, name: str) -> str:
-        """The folder that stands for the model `name`. Raises ConfigError where its config is not known."""
+        """The folder that stands for the model `name`. Raises ConfigError if its config is unknown."""
         if name not in self._homes:
             own = self._folder / hashlib.sha256(name.encode()).hexdigest()[:12]
             self._making = True
@@ -339,7 +339,7 @@ class StandIns:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which what is not on this machine is stood in."""
+        """Context in which missing models are stood in."""
         with ExitStack() as patches:
             for kind in _BY_NAME:
                 patches.enter_context(mock.patch.object(kind, "from_pretrained", self._named(kind)))
@@ -374,7 +374,7 @@ class StandIns:
         return classmethod(from_pretrained)
 
     def _loaded(self, kind: Any, load: Callable[..., Any], name: str, rest: tuple[Any, ...], named: Any) -> Any:
-        """What `load` makes of the stand-in of the model `name`."""
+        """Result of `load` for the stand-in of the model `name`."""
         try:
             home = self.home(name)
         except ConfigError:
@@ -413,7 +413,7 @@ class StandIns:
         return classmethod(from_pretrained)
 
     def _look_at(self, model: PreTrainedModel, name: str) -> None:
-        """Tell of weights in float32, which a script gets that asks for no dtype of a model without one."""
+        """Note weights in float32, the dtype that a script gets if both it and the model leave the dtype open."""
         whole = sum(each.nbytes for each in model.parameters() if each.dtype == torch.float32)
         if whole > _MUCH:
             self._note(
@@ -457,7 +457,7 @@ class StandIns:
 
 
 def _untie(model: Any) -> None:
-    """Give a model a head of its own: T5's config says tied whatever its file says, and the stored weights are not."""
+    """Give a model a head of its own: T5's config says tied in any case, and the stored weights are not."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and embeddings is not None and head.weight is embeddings.weight:
         head.weight = torch.nn.Parameter(embeddings.weight.detach().clone())
@@ -490,7 +490,7 @@ _SAME = (
 
 @contextmanager
 def unsloth_stood_in(code: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Context in which the `code` of a script that imports Unsloth has the stand-in; `note` is told of it."""
+    """Context in which the `code` of a script that imports Unsloth has the stand-in; `note` is called with it."""
     note(_UPPER_BOUND)
     stand_in = _Unsloth(note)
     with ExitStack() as patches:
@@ -522,7 +522,7 @@ class _Unsloth:
         self._longest: int | None = None  # tokens of a sample that the model takes
 
     def of_config(self, config: Any) -> Any:
-        """The config's `__init__`, where the script does not say: bfloat16 if the card has it, the model's length."""
+        """The config's `__init__` with defaults: bfloat16 if the card has it, and the model's length."""
         original: Callable[..., None] = config.__init__
         has_length = any(field.name == "max_length" for field in fields(config))
 
@@ -612,14 +612,14 @@ class _Pictures:
 
 
 class _Arguments(trl.SFTConfig):  # type: ignore[misc]
-    """TRL's config with the learning rate of embeddings, which counts neither in bytes nor in seconds."""
+    """TRL's config with the learning rate of embeddings, which is free in bytes and in seconds."""
 
     def __init__(self, *given: Any, embedding_learning_rate: float | None = None, **named: Any) -> None:
         super().__init__(*given, **named)
 
 
 def _with_whole_groups(named: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's arguments, with a micro-batch of a group's completions where it holds no whole groups."""
+    """A config's arguments, with a micro-batch of a group's completions if its own splits groups."""
     group = named.get("num_generations")
     micro, steps = named.get("per_device_train_batch_size", 8), named.get("gradient_accumulation_steps", 1)
     return {**named, "per_device_train_batch_size": group} if group and micro * steps % group else dict(named)

@@ -69,7 +69,7 @@ def _told(request: Path) -> Path:
 
 
 def train(trainer: str, request: str) -> None:
-    """Run TRL's own script for the recipe of the `request`, and tell its phases and what of its keys is not known."""
+    """Run TRL's own script for the recipe of the `request`, and write its phases and its unknown keys."""
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     try:
         script = importlib.import_module(f"trl.scripts.{trainer}")
@@ -97,7 +97,7 @@ def train(trainer: str, request: str) -> None:
 
 
 def in_their_keys(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(the values `given` by the keys `known`, the keys that are not, those that have another name).
+    """(the values `given` by the keys `known`, the unknown keys, those that have another name).
 
     Data, reports and evaluations are left out.
     """
@@ -118,18 +118,18 @@ def in_their_keys(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, 
 
 
 def no_reward(completions: Sequence[object], **_: object) -> list[float]:
-    """0.0 for each completion, as `estimate` has it: the cost of rewards is not simulated."""
+    """0.0 for each completion, as in `estimate`: the cost of rewards is left out."""
     return [0.0] * len(completions)
 
 
 def _with_rollouts(script: Any) -> Any:
-    """The class of the trainer that a script makes, where it generates; else None."""
+    """The class of the trainer that a script makes, if it generates."""
     return next((found for name in ("GRPO", "RLOO") if (found := getattr(script, f"{name}Trainer", None))), None)
 
 
 @contextmanager
 def _rewarded(script: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which a trainer with rollouts has a reward that needs no module of the user's and no data."""
+    """Context in which a trainer with rollouts has a reward of its own, so that user modules and data are unused."""
     original = _with_rollouts(script)
     if original is None or values.get("reward_model_name_or_path"):
         yield

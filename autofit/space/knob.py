@@ -1,4 +1,4 @@
-"""A knob: one key of the recipe that may vary; and search space files, YAML files of knobs. No torch here."""
+"""A knob: one key of the recipe that may vary; and search space files, YAML files of knobs. Free of torch."""
 
 import math
 import os
@@ -47,17 +47,17 @@ class Knob:
     unset: Value = None  # what an inner key means that the recipe does not give
     values_need: tuple[tuple[str, tuple[Value, ...]], ...] = ()  # (a need, the values that have it)
     unless: tuple[tuple[str, tuple[Condition, ...]], ...] = ()  # (why it is left out, where the recipe has these)
-    optional: bool = False  # whether an installed version without the key leaves the knob out; else it is an error
+    optional: bool = False  # True if a version that lacks the key leaves the knob out; else it is an error
     stated: Traits | None = None  # what its entry in a space says of it; None: there is no entry
 
     @property
     def traits(self) -> Traits:
-        """What is known of the knob besides its values."""
+        """Known properties of the knob besides its values."""
         return self.stated or traits_of(self.name)
 
 
 def own_value(name: str, recipe: Recipe, unset: Value = None) -> Value:
-    """The value that the recipe has for the knob `name`; `unset` for an inner key that it does not give."""
+    """The value that the recipe has for the knob `name`; `unset` for an inner key that it leaves out."""
     resolved = recipe.resolved
     if name == QUANTIZATION:
         bits = weight_bits(resolved)
@@ -92,10 +92,10 @@ def choices_of(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
 
 
 def listed_values(knob: Knob, recipe: Recipe) -> tuple[Value, ...]:
-    """The values of the space file for this recipe; those that its own value has no such share of are omitted.
+    """The values of the space file for this recipe; shares that its own value lacks are omitted.
 
-    So are those with which a whole number that keeps its ratio would be whole no more, and those of a pass without
-    gradients that do not divide a rank's samples.
+    So are those with which a whole number that keeps its ratio would become a fraction, and those of a pass without
+    gradients that fail to divide a rank's samples.
     """
     own = own_value(knob.name, recipe, knob.unset)
     values = [v for v in (_value(v, own, recipe) for v in knob.values) if v is not _SKIP]

@@ -1,4 +1,4 @@
-"""Knobs and values that a space leaves free: by recipe, device, packages and launches; and its limits. No torch."""
+"""Knobs and values that a space leaves free: by recipe, device, packages, launches; and its limits. Free of torch."""
 
 import math
 import re
@@ -37,7 +37,7 @@ _FACTS = ("lora", "cuda", "card", "bf16", _EVALUATION, *_OF_RANKS)  # every othe
 
 
 def checked(knobs: Sequence[Knob], recipe: Recipe) -> tuple[Knob, ...]:
-    """`knobs` by the names that the recipe uses. Raises ConfigError for one that cannot be a knob of the recipe."""
+    """`knobs` by the names that the recipe uses. Raises ConfigError for one that is impossible in the recipe."""
     knobs = tuple(_called(knob, recipe) for knob in knobs)
     unknown = [k.name for k in knobs if not _known(k.name, recipe) and not k.optional]
     if unknown:
@@ -77,7 +77,7 @@ def _check_conditions(knobs: Sequence[Knob], recipe: Recipe) -> None:
 def narrowed(
     knobs: Sequence[Knob], recipe: Recipe, *, allow: Tier, device: str, card: str | None
 ) -> tuple[tuple[Knob, ...], dict[str, str], dict[str, str]]:
-    """(the knobs that may vary, {knob left out: why}, {knob without effect: the condition that nothing here meets}).
+    """(the knobs that may vary, {knob left out: why}, {ineffective knob: its condition that the recipe fails}).
 
     Knobs below the tier `allow` are in none of them, nor is a knob that has no value besides the recipe's own.
     """
@@ -103,7 +103,7 @@ def narrowed(
 
 
 def _concerns(knob: Knob, recipe: Recipe) -> bool:
-    """Whether the recipe has what the knob is about: several ranks, a vLLM server beside them, or an evaluation."""
+    """True if the recipe has the subject of the knob: several ranks, a vLLM server beside them, or an evaluation."""
     has = {
         "ranks": recipe.launch.ranks > 1, "server": recipe.launch.server_ranks > 0,
         _EVALUATION: recipe.evaluated_samples > 0,
@@ -133,7 +133,7 @@ def _tier(knob: Knob, recipe: Recipe) -> int:
 
 
 def _unmet(knob: Knob, free: Sequence[Knob], knobs: Sequence[Knob], recipe: Recipe) -> str:
-    """The first condition of `knob` that neither the recipe nor any choice of the `free` knobs meets; "" if none."""
+    """The first condition of `knob` unmet by the recipe and by every choice of the `free` knobs, or ""."""
     for key, wanted in knob.when:
         unset = next((k.unset for k in knobs if k.name == key), None)
         possible = next((choices_of(k, recipe) for k in free if k.name == key), (own_value(key, recipe, unset),))
@@ -192,7 +192,7 @@ def is_installed(package: str) -> bool:
 
 
 def missing_packages(needs: Sequence[str]) -> str:
-    """`needs vllm, which is not installed (pip install vllm)`; "" where all of `needs` are installed."""
+    """`needs vllm, which is not installed (pip install vllm)`; "" if all of `needs` are installed."""
     missing = [need for need in needs if not is_installed(need)]
     if not missing:
         return ""
@@ -249,15 +249,15 @@ class Launches:
 
     @property
     def divide_cards(self) -> bool:
-        """Whether a knob divides the cards between training and a vLLM server."""
+        """True if a knob divides the cards between training and a vLLM server."""
         return any(knob.name == SERVER_RANKS for knob in self.knobs)
 
     def ranks(self, server_ranks: Value) -> int:
-        """Ranks that train beside so many of a server."""
+        """Ranks that train beside a server with this number of cards."""
         return self.own.cards - cast(int, server_ranks)
 
     def possible(self, place: int, values: tuple[Value, ...], before: Mapping[str, Value]) -> tuple[Value, ...]:
-        """Those of `values` of the knob at `place` with which there is a launch, given the knobs `before` it.
+        """The subset of `values` of the knob at `place` for which there is a launch, given the knobs `before` it.
 
         The knobs below it may still change. Where none is possible, the value that goes with every launch.
         """
@@ -297,7 +297,7 @@ def open_clashes(recipe: Recipe, knobs: Sequence[Knob]) -> tuple[Clash, ...]:
 def without_clash(
     clashes: Sequence[Clash], name: str, values: tuple[Value, ...], above: Mapping[str, Value]
 ) -> tuple[Value, ...]:
-    """Those of `values` of the knob `name` that complete no clash with the knobs `above` it."""
+    """The subset of `values` of the knob `name` that avoid every clash with the knobs `above` it."""
     for clash in clashes:
         others = [key for key in clash.settings if key != name]
         if name in clash.settings and all(key in above and above[key] in clash.settings[key] for key in others):
@@ -306,7 +306,7 @@ def without_clash(
 
 
 def describe_clash(clash: Clash) -> tuple[str, str]:
-    """(the last of its knobs, its values there with the others they clash with, and why): what a space leaves out."""
+    """(the last of its knobs, its values there with the others they clash with, and why): the part left out."""
     *others, last = clash.settings
     beside = " and ".join(f"{key} {_listed(clash.settings[key])}" for key in others)
     return last, f"{_listed(clash.settings[last])}{f' with {beside}' if beside else ''}: {clash.what}"
@@ -322,7 +322,7 @@ _NEED = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,80}")  # a fact, or the name under 
 
 
 def check_values(knobs: Sequence[Knob], recipe: Recipe) -> None:
-    """Raise ConfigError for values and needs with which no candidate can be made."""
+    """Raise ConfigError for values and needs that rule out every candidate."""
     least = dict.fromkeys((recipe.keys.micro_batch, recipe.keys.rollout, recipe.keys.group), 1) | {SERVER_RANKS: 0}
     for knob in knobs:
         if knob.name in least:

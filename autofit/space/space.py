@@ -1,4 +1,4 @@
-"""The search space: knobs with tiers, and the candidates that hold the effective batch exactly. No torch here.
+"""The search space: knobs with tiers, and the candidates that hold the effective batch exactly. Free of torch.
 
 A candidate is never rounded into shape. Micro-batch, accumulation and steps_per_generation are solved from the recipe's
 effective batch, so a candidate that cannot hold it does not exist.
@@ -143,7 +143,7 @@ class Space:
         return self._together(place, values, dict(zip((knob.name for knob in self.knobs), before, strict=False)))
 
     def _together(self, place: int, values: tuple[Value, ...], above: Mapping[str, Value]) -> tuple[Value, ...]:
-        """Those of `values` of knob `place` that go with the values of the knobs `above` it."""
+        """The subset of `values` of knob `place` that is compatible with the values of the knobs `above` it."""
         name = self.knobs[place].name
         if name.startswith(SHARED):
             values = self._launches.possible(place, values, above)
@@ -152,7 +152,7 @@ class Space:
         return without_clash(self._clashes, name, values, above)
 
     def _is_one_micro_batch(self, above: Mapping[str, Value]) -> bool:
-        """Whether an optimizer step is one micro-batch, so that there is nothing between two; False if not known."""
+        """True if an optimizer step is one micro-batch, which leaves no place between two; False if unknown."""
         varies = any(knob.name == self.keys.micro_batch for knob in self.knobs)
         micro = above.get(self.keys.micro_batch, None if varies else own_value(self.keys.micro_batch, self.recipe))
         if not isinstance(micro, int) or self._divides_cards:
@@ -206,7 +206,7 @@ class Space:
         return tuple(found)
 
     def _gained(self, candidate: Candidate) -> list[str]:
-        """The knobs that have an effect in `candidate` and none in the recipe."""
+        """The knobs that have an effect in `candidate`, but are idle in the recipe."""
         own, new = self.baseline.values, candidate.values
         return [
             knob.name
@@ -293,7 +293,7 @@ class Space:
     def _beside(
         self, place: int, places: list[int], row: tuple[Value, ...], pairs: list[tuple[Value, int]]
     ) -> list[tuple[Value, int]]:
-        """Those of the (value, tier) `pairs` of knob `place` that go with the `row` of the knobs above it."""
+        """The subset of the (value, tier) `pairs` of knob `place` compatible with the `row` of the knobs above it."""
         if self.knobs[place].name not in self._bound:
             return pairs
         above = {self.knobs[at].name: value for at, value in zip(places, row, strict=False)}
@@ -302,7 +302,7 @@ class Space:
         return [(value, tier if value != own else 0) for value in possible]
 
     def violated(self, candidate: Candidate) -> str | None:
-        """The first constraint that `candidate` breaks, in words, or None when it is valid."""
+        """The first constraint that `candidate` breaks, in words, if it breaks one."""
         clash = next((clash for clash in self._clashes if clash.is_met(self.params(candidate).get)), None)
         if clash is not None:
             return clash.what
@@ -343,7 +343,7 @@ class Space:
 
     @property
     def _generation_fixed(self) -> bool:
-        """Whether the generation batch must stay as in the recipe.
+        """True if the generation batch must stay as in the recipe.
 
         True if the space has no rollout knob, or if a rollout serves several optimizer steps: another size would change
         how stale the rollouts become.
@@ -383,7 +383,7 @@ class Space:
         return wanted | ({"env": env} if env else {})
 
     def yaml_changes(self, candidate: Candidate) -> dict[str, object]:
-        """`changes` plus the rollout key where the batch changes, and None for a key that would conflict.
+        """`changes` plus the rollout key if the batch changes, and None for a key that would conflict.
 
         None removes a key of the YAML, here the rollout batch (generation_batch_size).
         """
@@ -421,12 +421,12 @@ class Space:
 
     @cached_property
     def tiers(self) -> dict[Candidate, Tier]:
-        """{allowed candidate: its tier}, baseline first; cached. Contains the baseline even if no other is valid."""
+        """{allowed candidate: its tier}, baseline first, which is always included; cached."""
         allowed: dict[Candidate, Tier] = {self.baseline: "neutral"}
         return allowed | {c: TIERS[tier] for c, tier in self._tiered(self.allow)}
 
     def packages(self, candidate: Candidate) -> tuple[str, ...]:
-        """The packages that a real run of `candidate` needs, installed or not, by the `needs` of the space file."""
+        """The packages for a real run of `candidate`, missing ones included, by the `needs` of the space file."""
         params = self.params(candidate)
         found: list[str] = []
         for knob in self.declared:
@@ -439,7 +439,7 @@ class Space:
     # -- memory order ---------------------------------------------------------------------------------------------
 
     def needs_no_less(self, candidate: Candidate, other: Candidate) -> bool:
-        """Whether `candidate` needs at least as much memory as `other`, by the memory order that the knobs declare."""
+        """True if `candidate` needs at least as much memory as `other`, by the memory order that the knobs declare."""
         micro, _, chunk, _ = self.split(candidate)
         other_micro, _, other_chunk, _ = self.split(other)
         if micro < other_micro or micro * chunk < other_micro * other_chunk:

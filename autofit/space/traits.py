@@ -43,16 +43,16 @@ _LAST = 10**6  # the place of a knob that has none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What a knob does, and how estimates, searches, proofs and rescues treat it; `knobs.yaml` explains each field."""
+    """Effects of a knob, and its use in estimates, searches, proofs and rescues; `knobs.yaml` explains each field."""
 
-    what: str = ""  # what it does to memory and time, for people
+    what: str = ""  # its effect on memory and time, for people
     also: tuple[str, ...] = ()  # other keys of a recipe by which it is known
     less: Less | tuple[object, ...] | None = None  # values that may need less memory, where no order of memory says it
     than: tuple[object, ...] | None = None  # the recipe's values than which those may need less; None: any
-    frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: what a batch makes
+    frees: Literal["all"] | tuple[str, ...] | None = None  # categories that it may free; None: those of a batch
     phases: tuple[str, ...] | None = None  # that it changes, of a step; None: any
     offloads: bool = False  # whether it moves something into the memory of the host
-    loads: bool = False  # it changes what is held once the models are loaded, before there is a batch
+    loads: bool = False  # it changes the bytes held once the models are loaded, before any batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
     joint: tuple[str, ...] = ()  # knobs whose effect it changes: both changes together have a trace of their own
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
@@ -71,7 +71,7 @@ class Traits:
 
     @property
     def unproven(self) -> str:
-        """Why a gradient proof does not compare the knob; "" where it does."""
+        """Reason why a gradient proof leaves the knob out; "" if it compares it."""
         return self.why or UNPROVEN[self.proof or Reach.COMPARED]
 
 
@@ -79,12 +79,12 @@ NAMES = tuple(field.name for field in fields(Traits))
 
 
 def read_traits(where: str, name: str, entry: Mapping[str, object]) -> Traits:
-    """The traits of the knob `name`: those of its `entry`, over what all spaces have in common. Raises ConfigError."""
+    """The traits of the knob `name`: those of its `entry`, over the common ones of all spaces. Raises ConfigError."""
     return replace(_shared(name), **_stated(where, entry))
 
 
 def traits_of(key: str, stated: Mapping[str, object] | None = None) -> Traits:
-    """The traits of a recipe's key; `stated` has those that a study's space says itself. Without any: the defaults."""
+    """The traits of a recipe's key; `stated` has those that a study's space sets itself. By default the table's."""
     own = (stated or {}).get(key)
     if isinstance(own, Mapping):
         return Traits(**_stated(key, own))
@@ -152,7 +152,7 @@ _KINDS: Mapping[type, str] = {
 
 
 def reason_for(key: str, stated: Mapping[str, object] | None = None) -> str:
-    """What the setting `key` does to memory and time; "" where neither `stated` nor the table of knobs says it."""
+    """Effect of the setting `key` on memory and time; "" if both `stated` and the table of knobs lack it."""
     return traits_of(key, stated).what
 
 
@@ -183,7 +183,7 @@ def describe_changes(
 
 
 def _short(name: str, others: Iterable[str] = ()) -> str:
-    """The name of a setting; of one far inside, which is long, as many of its last parts as no other ends with."""
+    """The name of a setting; of one far inside, which is long, the fewest last parts that are unique to it."""
     parts = name.split(".")
     endings = (".".join(parts[at:]) for at in range(len(parts) - 1, 0, -1))
     shared = {other for other in others if other != name}

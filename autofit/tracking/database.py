@@ -37,7 +37,7 @@ _NO_DATABASE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def tracking_uri(folder: Path) -> str:
-    """MLFLOW_TRACKING_URI, or the SQLite file beside the studies (never Optuna's own: both use alembic)."""
+    """MLFLOW_TRACKING_URI, or the SQLite file beside the studies (apart from Optuna's own: both use alembic)."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{own_path(folder).resolve()}"
 
 
@@ -50,7 +50,7 @@ _to_stderr = functools.partial(print, file=sys.stderr, flush=True)
 
 
 def make_whole(folder: Path, *, say: Callable[[str], None] = _to_stderr) -> bool:
-    """Make MLflow's database of `folder` usable. True if a broken one was set aside, which `say` is told.
+    """Make MLflow's database of `folder` usable. True if a broken one was set aside, which `say` reports.
 
     A database that the user names with MLFLOW_TRACKING_URI is left as it is. Raises EnvironmentFault if it cannot be
     opened, or a newer MLflow wrote it.
@@ -143,7 +143,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _version(path: Path) -> str | None:
-    """The version of the schema in `path`; None if there is none. Raises EnvironmentFault if it cannot be read."""
+    """The version of the schema in `path`, if there is one. Raises EnvironmentFault if it is unreadable."""
     try:
         with closing(sqlite3.connect(path, timeout=20)) as database:
             row = database.execute("SELECT version_num FROM alembic_version").fetchone()

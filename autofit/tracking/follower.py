@@ -1,4 +1,4 @@
-"""MLflow's mirrors as processes of their own, so that this one loads no MLflow and waits little for it."""
+"""MLflow's mirrors as processes of their own, so that this one saves the import of MLflow and waits little for it."""
 
 import contextlib
 import os
@@ -72,7 +72,7 @@ def following(folder: Path, study: optuna.Study, *, say: Callable[[str], None] =
     try:
         yield follower
     except BaseException:
-        follower.begin()  # whatever was told meanwhile; the database may not say
+        follower.begin()  # regardless of news meanwhile: the database may lack them
         raise
     finally:
         if not follower.end():
@@ -80,7 +80,7 @@ def following(folder: Path, study: optuna.Study, *, say: Callable[[str], None] =
 
 
 def told_of(study: optuna.Study) -> list[object]:
-    """What MLflow is told of the finished trials of `study`, as JSON: another list once one ends or is confirmed."""
+    """Facts of the finished trials of `study` for MLflow, as JSON: another list once one ends or is confirmed."""
     frozen = study.get_trials(deepcopy=False)
     return [
         [t.number, str(frozen[t.number].datetime_complete), t.confirmed and list(t.confirmed.step_s),
@@ -98,7 +98,7 @@ def keep_mirrored(folder: Path, study: str, told: list[object]) -> None:
 
 
 def is_mirrored(folder: Path, study: optuna.Study) -> bool:
-    """Whether MLflow's own database shows all of the study already; False of a server that the user names."""
+    """True if MLflow's own database shows all of the study already; False of a server that the user names."""
     if os.environ.get("MLFLOW_TRACKING_URI") or stamp(folder / DATABASE) is None:
         return False
     known = read_json(folder / "probes" / study.study_name / MIRRORED)
@@ -141,7 +141,7 @@ def mended(folder: Path) -> Iterator[None]:
 
 
 def _has_ended(folder: Path) -> bool:
-    """Whether no process of the run is left; waits while one that is done still tells MLflow."""
+    """True if all processes of the run have ended; waits while one that is done still writes to MLflow."""
     deadline = time.monotonic() + _AT_THE_END_S
     while is_alive(folder):
         done = RunFolder(folder).is_done
@@ -165,7 +165,7 @@ def _mirror_once(folder: Path) -> None:
 
 
 def mirrored_state(folder: Path, *, ended: bool) -> dict[str, object]:
-    """What a mirror that is up to date has copied of the full run in `folder`."""
+    """State of a full run in `folder` that an up-to-date mirror has copied."""
     lines = read_progress(folder)
     began = lines[0].get("time") if lines else None
     state = RunFolder(folder).state(lambda: not ended)

@@ -1,4 +1,4 @@
-"""Pictures for MLflow and reports: a study's front with every candidate that was predicted, and a step. No MLflow."""
+"""Pictures for MLflow and reports: a study's front with every predicted candidate, and a step. Free of MLflow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class FrontPoint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontPicture:
-    """What a front's picture shows."""
+    """Content of a front's picture."""
 
     trials: Sequence[FrontPoint]
     front: Sequence[FrontPoint] = ()
@@ -53,7 +53,7 @@ class FrontPicture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The ends of the axes: all probes and the target are within; far candidates are not."""
+    """The ends of the axes: all probes and the target are within; far candidates lie outside."""
 
     left_s: float
     right_s: float
@@ -88,7 +88,7 @@ class Frame:
         return (count or 0) / (10**9 if self.unit == "GB" else 10**6)
 
     def place(self, trial: FrontPoint) -> tuple[float, float]:
-        """Where a trial stands: its seconds and amount, or its bar's lower end."""
+        """Position of a trial: its seconds and amount, or its bar's lower end."""
         x = trial.step_s or 0.0
         if trial.number in self.bars:
             left, right = self.strip
@@ -105,7 +105,7 @@ class Frame:
 
     @property
     def strip(self) -> tuple[float, float]:
-        """(left, right) of the strip for trials without a step time."""
+        """(left, right) of the strip for trials that lack a step time."""
         if self.logarithmic:
             return self.right_s, self.right_s * (self.right_s / self.left_s) ** 0.08
         return self.right_s, self.right_s + 0.08 * (self.right_s - self.left_s)
@@ -121,7 +121,7 @@ class Frame:
 
 
 def _end(largest: float, predicted: Sequence[float]) -> float:
-    """Where an axis ends: beyond `largest`, with candidates up to _ROOM times as far."""
+    """End of an axis: beyond `largest`, with candidates up to _ROOM times as far."""
     return 1.06 * max([largest, *(value for value in predicted if value <= _ROOM * largest)])
 
 
@@ -194,7 +194,7 @@ def front_figure(picture: FrontPicture) -> "Figure":
 
 
 def _plain(text: str) -> str:
-    """`text` without the meaning that matplotlib gives to a dollar sign."""
+    """`text` with dollar signs escaped for matplotlib."""
     return text.replace("$", r"\$")
 
 
@@ -290,7 +290,7 @@ def _placed(axes: Any, frame: Frame, named: Sequence[tuple[FrontPoint, str, str]
 
 
 def _counts(picture: FrontPicture, beyond: int) -> list[str]:
-    """How many trials there are of each kind, and how many candidates were predicted."""
+    """Numbers of trials of each kind, and of predicted candidates."""
     states = [t.status for t in picture.trials if t.status is not None]
     parts = [f"{states.count(s)} {s}" for s in ProbeStatus if s in states]
     found = [f"{len(states)} probed: {', '.join(parts)}" if states else "nothing probed"]
@@ -307,7 +307,7 @@ STEP_FILES = ("step.png", "step.svg")
 
 
 def write_step(trial: Trial, record: StudyRecord, *, probes: Path, into: Path) -> list[Path]:
-    """The files of the picture in the folder `into`; [] where no phase of the trial's step is known.
+    """The files of the picture in the folder `into`; [] if all phases of the trial's step are unknown.
 
     The study keeps the peaks of each phase; how they came is in the answer in the study's folder of `probes`.
     """

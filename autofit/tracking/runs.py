@@ -95,7 +95,7 @@ def tracking_errors(folder: Path) -> Iterator[None]:
 
 
 def trial_run_ids(api: MlflowClient, folder: Path, study_name: str, numbers: Sequence[int]) -> list[str]:
-    """Ids of the runs that mirror the trials `numbers`, without those that have no run yet."""
+    """Ids of the runs that mirror the trials `numbers`, as far as they exist."""
     runs = runs_of(api, experiment_id(api, folder, study_name), numbers)
     return [str(runs[str(number)].info.run_id) for number in numbers if str(number) in runs]
 
@@ -205,7 +205,7 @@ def mirror_trial(
 def finished_run(
     study_name: str, record: StudyRecord, trial: Trial, ended: datetime | None, base: Trial | None
 ) -> FinishedRun:
-    """What MLflow shows of a finished trial, before its confirmation. `base` is the baseline."""
+    """MLflow's view of a finished trial, before its confirmation. `base` is the baseline."""
     result = trial.result
     assert result is not None
     at_ms = int(ended.timestamp() * 1000) if ended is not None else 0
@@ -229,7 +229,7 @@ def _tags(study_name: str, trial: Trial, result: ProbeResult, record: StudyRecor
 
 
 def log_params(api: Any, run_id: str, values: Mapping[str, object]) -> None:
-    """Log `values` without secrets, in the batches that MLflow takes. Logged again, they must be the same."""
+    """Log `values`, less secrets, in the batches that MLflow takes. Logged again, they must be the same."""
     params = [Param(key, value) for key, value in _params(values).items()]
     for start in range(0, len(params), 90):
         api.log_batch(run_id, params=params[start : start + 90])
@@ -291,7 +291,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def how_confirmed(trial: Trial) -> str | None:
-    """The result of a trial's confirmation in words; None before it."""
+    """The result of a trial's confirmation in words, once it has one."""
     result = trial.confirmed
     if result is None:
         return None

@@ -72,7 +72,7 @@ _COUNTED = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT)  # each of them is a tag 
 
 
 def outcome(rows: Sequence[Row]) -> str:
-    """kept, broken, or "not compared"; "" for a run without a promise."""
+    """kept, broken, or "not compared"; "" for an unpromised run."""
     kept = {row.kept for row in rows}
     return "broken" if False in kept else "kept" if True in kept else "not compared" if rows else ""
 
@@ -141,7 +141,7 @@ _MOST_METRICS = 900  # in one batch; MLflow takes 1,000
 
 
 def mirror_promoted(study_folder: Path, study: str) -> None:
-    """Bring all promoted runs of `study` up to date, whatever was killed."""
+    """Bring all promoted runs of `study` up to date, also after kills."""
     for path in sorted((study_folder / "promoted").glob("*/request.json")):
         request = read_json(path)
         if request is not None and request["study"] == study:
@@ -161,7 +161,7 @@ class RunMirror:
         self._run_id, self._told, self._id = "", "", uuid.uuid4().hex
 
     def update(self, *, ended: bool) -> str | None:
-        """Copy what MLflow lacks; returns the id of MLflow's run, or None while there is neither a step nor an event.
+        """Copy the data that MLflow lacks; returns the id of MLflow's run, or None before the first step or event.
 
         `ended` says that no process trains any more. Raises MlflowException, and ConfigError if another mirror is busy.
         """
@@ -236,7 +236,7 @@ class RunMirror:
     # -- steps --
 
     def _is_new(self, api: Any, line: Line) -> bool:
-        """Whether MLflow lacks the step. It stores all metrics of a step or none."""
+        """True if MLflow lacks the step. It stores the metrics of a step atomically."""
         names = list(_figures(line))
         if not names:
             return False
@@ -297,7 +297,7 @@ def _named(key: str) -> str:
 
 
 def _batches(lines: Sequence[Line]) -> Iterator[list[Line]]:
-    """Whole lines, as many as MLflow takes at once: it stores a batch whole or not at all."""
+    """Whole lines, as many as MLflow takes at once: it stores a batch atomically."""
     batch: list[Line] = []
     size = 0
     for line in lines:
@@ -426,7 +426,7 @@ def _mend(folder: Path) -> None:
 
 
 def _sync(folder: Path, study: Any, mirrored: set[tuple[object, ...]], *, rebuild: bool = False) -> int:
-    """Mirror trials not yet in `mirrored`; add them to it. Returns the number of finished trials."""
+    """Mirror trials missing in `mirrored`; add them to it. Returns the number of finished trials."""
     api = client(folder)
     with exclusive(folder / "locks", f"mlflow-{study.study_name}", wait_s=_LOCK_S):
         experiment = experiment_id(api, folder, study.study_name)
@@ -510,7 +510,7 @@ def follow_run(request_path: Path) -> None:
 
 
 def _until_told(look: Callable[[bool], None], *, every_s: float, rest: float) -> None:
-    """Call `look` every so many seconds, after `rest` times as long as it took, and a last time with True."""
+    """Call `look` every `every_s`, or `rest` times its duration if longer, and a last time with True."""
     told = told_to_end()
     os.nice(19)  # gives way to the probe, which is being timed, or to the training
     ended, took_s = False, 0.0

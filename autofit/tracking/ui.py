@@ -182,14 +182,14 @@ def _columns(trials: Sequence[Trial], resolved: Mapping[str, object]) -> list[st
 
 
 def _width(column: str) -> int:
-    """Pixels of a column: its whole name, except the long names of knobs, of which three fit on a screen."""
+    """Pixels of a column: its whole name, except the long names of knobs, three of them on a screen."""
     return min(150 if column.startswith("params") else 250, max(90, 34 + 8 * len(column.split("`")[1])))
 
 
 def _state(
     *, columns: Sequence[str], where: str, sort: str, charts: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The state of MLflow's runs page, each field of it: older versions fill in no defaults."""
+    """The state of MLflow's runs page with every field, as older versions lack defaults."""
     own = {"compareRunCharts": list(charts), "compareRunSections": _sections()} if charts else {}
     return {
         "searchFilter": where, "orderByKey": sort, "orderByAsc": True, "startTime": "ALL", "lifecycleFilter": "Active",

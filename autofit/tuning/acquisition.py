@@ -40,7 +40,7 @@ class _Part:
     similarity: Similarity
 
     def about_mean_of(self, told: list[Told]) -> "_Part":
-        """The part with the mean of `told` as the prior mean of every candidate, for use without predictions."""
+        """The part with the mean of `told` as the prior mean of every candidate, if predictions are missing."""
         return replace(self, expected=np.full_like(self.expected, np.mean([v for _, v, _ in told]) if told else 0.0))
 
     def posterior(self, prior: Prior, told: list[Told], pending: Sequence[int]) -> Residual:
@@ -95,12 +95,12 @@ class Model:
 
     @property
     def log_step(self) -> Floats:
-        """Prior mean of the logarithm of the step's seconds (N,), without correction by probes."""
+        """Prior mean of the logarithm of the step's seconds (N,), before correction by probes."""
         return self._step.expected
 
     @property
     def log_used(self) -> Floats:
-        """Prior mean of the logarithm of the device-used bytes (N,), without correction by probes."""
+        """Prior mean of the logarithm of the device-used bytes (N,), before correction by probes."""
         return self._used.expected
 
     def learn(self, observations: Sequence[Observation], pending: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class Model:
         """The probability that each of `places` fits the target."""
         if math.isinf(self._target) or (not self.predicted and not self.used.informed):
             return np.ones(len(places))
-        if self.sure:  # what a probe says it used has room in it
+        if self.sure:  # the used bytes of a probe include spare room
             return np.asarray(probability_below(self._target, self.log_used[places], np.full(len(places), _SURE)))
         mean, spread = self.used.each(places)
         return np.asarray(probability_below(self._target, mean + self.log_used[places], spread).mean(axis=0))
@@ -163,13 +163,13 @@ class Model:
 
 
 def _is_split(rollout_s: Floats, step_s: Floats) -> bool:
-    """Whether both phases take a noticeable share of the step in every candidate with a known split."""
+    """True if both phases take a noticeable share of the step in every candidate with a known split."""
     share = (rollout_s / step_s)[~np.isnan(rollout_s)]
     return bool(len(share) and share.min() > _LEAST_SHARE and share.max() < 1 - _LEAST_SHARE)
 
 
 def _without_effect(grid: Grid, logs: Floats) -> set[int]:
-    """The knobs (columns of the grid) without effect on `logs`."""
+    """The knobs (columns of the grid) that leave `logs` unchanged."""
     means = ([logs[codes == one].mean() for one in np.unique(codes)] for codes in grid.codes.T)
     return {column for column, of_values in enumerate(means) if np.ptp(of_values) < _NO_EFFECT}
 
@@ -228,7 +228,7 @@ def propose(
     model: Model, grid: Grid, observations: Sequence[Observation], pending: Sequence[int], free: Mask, *,
     goal: Goal, target_bytes: int | None, min_gain_frac: float,
 ) -> Proposal | None:  # fmt: skip
-    """The best candidate of the highest tier that has one which may fit; None if no candidate is free.
+    """The best candidate of the highest tier that has one which may fit; None if all candidates are taken.
 
     A tier with a fit is searched to its end before a lower one: no lower tier can win then. At any tier all compete.
     """
@@ -252,7 +252,7 @@ def propose(
 
 
 def _better(found: Proposal, other: Proposal, *, measured: bool, min_gain_frac: float) -> bool:
-    """Whether the proposal of a lower tier is better than `other`, where neither tier is likely to suit."""
+    """True if the proposal of a lower tier is better than `other`, when both tiers are unlikely to suit."""
     if not measured:
         return found.fits > other.fits
     return other.gain_frac < min_gain_frac and found.gain_frac > other.gain_frac
@@ -328,7 +328,7 @@ class _Stage:
         known = [
             o for o in self._rivals if (o.device_used_bytes or 0.0) <= aim and math.log(o.step_s or 1.0) <= as_fast
         ]
-        if self._model.sure and (known or not at_edge):  # what a probe keeps beyond its need is not predicted
+        if self._model.sure and (known or not at_edge):  # spare bytes kept by a probe are not predicted
             return found
         if known:  # it wins already; another one would have to be leaner than the leanest
             aim = min(aim, (1 - LEANER_FRAC) * min(o.device_used_bytes or 0.0 for o in known))
@@ -464,13 +464,13 @@ def _joining(probed: Costs, expected: Costs) -> list[int]:
 
 
 def _is_leaner(step_s: float, used: float, least: float, probed: Costs) -> bool:
-    """Whether it needs clearly less than the `least` of all that is faster, and no trial of as much is as fast."""
+    """True if it needs clearly less than the `least` of all faster ones, and beats every trial of at most its bytes."""
     as_good = any(other <= used and other_s <= (1 + EDGE_EQUAL_FRAC) * step_s for other_s, other in probed)
     return least < math.inf and used <= (1 - LEANER_FRAC) * least and not as_good
 
 
 def _is_ahead(step_s: float, used: float, least: float, probed: Costs) -> bool:
-    """Whether it dominates a trial that nothing faster does, by more in one figure than the two may be off."""
+    """True if it dominates a trial undominated by faster ones, by more in one figure than the two may be off."""
     return any(
         step_s <= other_s and used <= other < least
         and (step_s <= other_s / (1 + EDGE_EQUAL_FRAC) or used <= (1 - LEANER_FRAC) * other)
@@ -479,7 +479,7 @@ def _is_ahead(step_s: float, used: float, least: float, probed: Costs) -> bool:
 
 
 def _first_fronts(model: Model, places: Places) -> Places:
-    """Those of `places` on the front of the predictions as they are, on the next one once these are left out, ..."""
+    """The subset of `places` on the front of the predictions as they are, on the next one once it is left out, ..."""
     left, kept = places, np.zeros(0, dtype=np.intp)
     while len(left) and len(kept) < _MOST:
         costs = list(zip(model.log_step[left].tolist(), model.log_used[left].tolist(), strict=True))

@@ -85,7 +85,7 @@ class Grid:
         return {candidate: place for place, candidate in enumerate(self.candidates)}
 
     def find(self, params: Mapping[str, object]) -> int | None:
-        """The index of the candidate with these {knob: value}, or None if the grid does not contain it."""
+        """The index of the candidate with these {knob: value}, if the grid contains it."""
         if not set(self.names) <= set(params):
             return None
         return self._places.get(Candidate(tuple(params[name] for name in self.names)))  # type: ignore[misc]
@@ -94,7 +94,7 @@ class Grid:
         return dict(zip(self.names, self.candidates[place].values, strict=True))
 
     def stepped(self, place: int, fits: Sequence[int], pending: Sequence[int], free: NDArray[np.intp]) -> int | None:
-        """The one of `free` with the next number of a knob without memory order; None where one with it fits already.
+        """The one of `free` with the next number of a knob that lacks a memory order, unless one with it fits already.
 
         A share of the card steps up, as a larger one holds more completions; other numbers down, and then up.
         """
@@ -107,7 +107,7 @@ class Grid:
                 if not 0 <= at < len(numbers) or numbers[at] in [params[name] for params in seen]:
                     continue
                 wanted = {**own, name: numbers[at]}
-                if wanted in waits:  # whether to step the other way is known after it
+                if wanted in waits:  # its result decides whether to step the other way
                     break
                 if (found := self.find(wanted)) in allowed:
                     return found
@@ -134,7 +134,7 @@ class Grid:
 
     @cached_property
     def octaves(self) -> tuple[Floats | None, ...]:
-        """log2 of every choice, one array a knob; None for a knob whose choices are not all positive numbers."""
+        """log2 of every choice, one array a knob; None for a knob with any choice but positive numbers."""
         return tuple(_octaves(values) for values in self.choices)
 
 
@@ -227,21 +227,21 @@ class Ledger:
 
     @property
     def free(self) -> Mask:
-        """The candidates that may be proposed: neither tried, nor pending, nor ruled out."""
+        """The candidates that may be proposed: all but the tried, the pending and the excluded ones."""
         free = ~(self._tried | self._ruled_out)
         free[list(self.pending)] = False
         return free
 
     @property
     def untried(self) -> Mask:
-        """The candidates that were never proposed, ruled out or not."""
+        """The candidates that are still unproposed, ruled out or not."""
         untried = ~self._tried
         untried[list(self.pending)] = False
         return untried
 
     @property
     def screened(self) -> int:
-        """How many candidates are ruled out without a probe."""
+        """Number of candidates that are ruled out before any probe."""
         return int(self.untried.sum() - self.free.sum())
 
 
@@ -275,7 +275,7 @@ def observe(place: int, trial: FrozenTrial, *, target_bytes: int | None) -> Obse
 
 
 def _rollout_s(steps: Sequence[float], rollouts: Sequence[float], *, step_s: float | None = None) -> float | None:
-    """The part of `step_s` (the median of `steps`) before the update; None if the probe did not report it."""
+    """The part of `step_s` (the median of `steps`) before the update, if the probe reported it."""
     if not steps or len(steps) != len(rollouts):
         return None
     return (median(steps) if step_s is None else step_s) * sum(rollouts) / sum(steps)

@@ -7,7 +7,7 @@ The rule of equals, over (seconds of a step, device-used bytes) of the candidate
 2. Of those that are then at most `EQUAL_FRAC` slower than the fastest, the leanest wins, if it needs at least
    `LEANER_FRAC` less memory; between two that are about as lean, the faster.
 3. One that changes the training (a tier below neutral) gives way to the one with the fewest of its changes that is at
-   most `EQUAL_FRAC` slower and about as lean: what it changes besides must gain more than that.
+   most `EQUAL_FRAC` slower and about as lean: its further changes must gain more than that.
 
 `EDGE_FRAC` follows from the stated error of predicted bytes: reserved bytes of 65 measured rows were at most 6.2 %
 above the prediction (experiments/accuracy/table.md), and 5 % of the limit is 7 % of a target with its headroom of 2 %.
@@ -85,19 +85,19 @@ class Comparison:
 
     @property
     def steady(self) -> bool:
-        """Whether no probe was disturbed and the machine is as fast as during the search."""
+        """True if all probes were undisturbed and the machine is as fast as during the search."""
         disturbed = len(self.undisturbed) < len(self.pairs)
         every = (*self.pairs, self.searched)
         return not disturbed and alike([p.baseline_s for p in every]) and alike([p.finalist_s for p in every])
 
     @property
     def spread(self) -> float:
-        """The width of the range, and no less than what passes for undisturbed if the machine was unsteady."""
+        """The width of the range; if the machine was unsteady, at least the bound of an undisturbed one."""
         return max(self.high - self.low, 0.0 if self.steady else DISTURBED_FRAC)
 
     @property
     def faster(self) -> bool | None:
-        """Whether the finalist is faster by more than the spread, or in every pair; None if that takes more pairs."""
+        """True if the finalist is faster by more than the spread, or in every pair; None if that takes more pairs."""
         even, count = self.undisturbed, len(self.pairs)
         if len(even) >= _LEAST_PAIRS - 1 and max(p.speedup for p in even) <= 1:
             return False
@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def at_bound(self) -> bool:
-        """Whether no more pairs are measured, whatever they may show."""
+        """True if the most pairs are measured, whatever they show."""
         return len(self.pairs) >= MOST_PAIRS
 
     def to_json(self) -> dict[str, object]:
@@ -130,7 +130,7 @@ class Comparison:
 
 
 def alike(times: Sequence[float]) -> bool:
-    """Whether probes of one config, some of them with few steps, show the same speed of the machine."""
+    """True if probes of one config, some of them with few steps, show the same speed of the machine."""
     return max(times) <= (1 + 2 * DISTURBED_FRAC) * min(times)
 
 
@@ -149,7 +149,7 @@ Cost = tuple[float, float]  # (seconds of a step, device-used bytes)
 
 
 def preferred(costs: Sequence[Cost], *, equal_frac: float = EQUAL_FRAC, limit_bytes: float | None = None) -> int:
-    """The index of the winner among `costs`, which are not empty, by the rule above."""
+    """The index of the winner among `costs`, at least one, by the rule above."""
     pool = range(len(costs))
     fastest = min(pool, key=lambda i: costs[i])
     most = edge_bytes(limit_bytes)
@@ -167,7 +167,7 @@ def preferred(costs: Sequence[Cost], *, equal_frac: float = EQUAL_FRAC, limit_by
 def plainest(
     costs: Sequence[Cost], changes: Sequence[Collection[object]], chosen: int, *, equal_frac: float = EQUAL_FRAC
 ) -> int:
-    """The index of that with the fewest of the changes of `chosen`, and no other one, that is as good by rule 3."""
+    """The index of the trial with the fewest of the changes of `chosen`, and only such, that is as good by rule 3."""
     able = [
         i for i, (cost, some) in enumerate(zip(costs, changes, strict=True))
         if all(one in changes[chosen] for one in some) and is_as_good(cost, costs[chosen], equal_frac=equal_frac)
@@ -176,12 +176,12 @@ def plainest(
 
 
 def is_as_good(cost: Cost, chosen: Cost, *, equal_frac: float = EQUAL_FRAC) -> bool:
-    """Whether `cost` is at most as much slower and less lean than the `chosen` as counts for nothing."""
+    """True if `cost` is within the tolerances of the `chosen` in seconds and in bytes."""
     return cost[0] <= (1 + equal_frac) * chosen[0] and cost[1] <= chosen[1] / (1 - LEANER_FRAC)
 
 
 def edge_bytes(limit_bytes: float | None) -> float | None:
-    """The most device-used bytes of a candidate that is not at the edge."""
+    """The most device-used bytes of a candidate below the edge."""
     return None if limit_bytes is None else (1 - EDGE_FRAC) * limit_bytes
 
 

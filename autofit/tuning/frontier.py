@@ -68,17 +68,17 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether it fitted in every probe."""
+        """True if it fitted in every probe."""
         return self.status is ProbeStatus.FIT and not self.fell
 
     @property
     def fell(self) -> bool:
-        """Whether its confirmation run failed, out of memory or otherwise."""
+        """True if its confirmation run failed, out of memory or otherwise."""
         return self.confirmed is not None and self.confirmed.status is not ProbeStatus.FIT
 
     @property
     def stopped_at_oom(self) -> bool:
-        """Whether its bytes are a lower bound (censored): the bytes held when memory ran out."""
+        """True if its bytes are a lower bound (censored): the bytes held when memory ran out."""
         return self.status is ProbeStatus.OOM and not (self.result is not None and self.result.is_graded)
 
     @property
@@ -99,7 +99,7 @@ class Trial:
         return None if self.figures is None else self.figures.completions_per_s
 
     def speedup(self, baseline: "Trial | None") -> float | None:
-        """Completions per second divided by the baseline's; None if either was not measured.
+        """Completions per second divided by the baseline's, if both were measured.
 
         From the pairs of the comparison if there was one; else probes of the search are compared with each other.
         """
@@ -139,10 +139,7 @@ def cost(trial: Trial) -> tuple[float, int]:
 
 
 def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
-    """The Pareto front: fitting trials that no other trial beats in both step time and device-used bytes.
-
-    Fastest first.
-    """
+    """The Pareto front, fastest first: fitting trials undominated in step time and device-used bytes."""
     front: list[Trial] = []
     least = math.inf
     for (_, used), trial in sorted(((cost(t), t) for t in measured(trials)), key=itemgetter(0)):
@@ -153,7 +150,7 @@ def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def leanest(trials: Iterable[Trial]) -> Trial | None:
-    """The trial on the front that needs the least memory; None if no trial fits."""
+    """The trial on the front that needs the least memory, if any trial fits."""
     return next(reversed(pareto_front(trials)), None)
 
 
@@ -187,19 +184,19 @@ def winner(trials: Iterable[Trial], *, goal: Goal = "speed", target_bytes: int |
 
 
 def _clearly_ahead(one: Trial, other: Trial, goal: Goal) -> bool:
-    """Whether `one`, which ranks first, is ahead of `other` by more than the noise of a probe."""
+    """True if `one`, which ranks first, is ahead of `other` by more than the noise of a probe."""
     (ours_s, ours_bytes), (theirs_s, theirs_bytes) = cost(one), cost(other)
     faster = ours_s < (1 - NOISE_FRAC) * theirs_s
     return one.tier != other.tier or faster or (goal not in FASTEST and ours_bytes < (1 - NOISE_FRAC) * theirs_bytes)
 
 
 def compared_with(trials: Iterable[Trial], goal: Goal) -> Trial | None:
-    """The baseline that a finalist is compared with in turns; None if it does not fit, or if speed is not the goal."""
+    """The baseline that a finalist is compared with in turns, if it fits, and speed is the goal."""
     return next((t for t in measured(trials) if not t.changes), None) if goal in FASTEST else None
 
 
 def finalist(trials: Sequence[Trial], rule: Rule) -> Trial | None:
-    """The trial to confirm next; None if the winner is confirmed. Goal speed: see `_to_compare`."""
+    """The trial to confirm next, unless the winner is confirmed. Goal speed: see `_to_compare`."""
     best, base = winner(trials, **rule), compared_with(trials, rule["goal"])
     if base is None or best is None or (best is base and best.confirmed is None):
         return best if best is not None and best.confirmed is None else None
@@ -214,7 +211,7 @@ def _in_turns(fitting: Sequence[Trial], base: Trial, goal: Goal, target_bytes: i
 
 
 def _to_compare(fitting: Sequence[Trial], base: Trial, rule: Rule) -> Trial | None:
-    """The first by the search that may be faster than `base` and was not compared with it; None if one is.
+    """The first by the search that may be faster than `base` and is still to be compared with it; None if one is.
 
     A trial that was slower than `base` in the search is compared only if the machine was found to be unsteady. After a
     comparison without a verdict there are no more: the machine is too busy.
@@ -238,9 +235,10 @@ def _searched_s(trial: Trial) -> float:
 
 
 def _steady(fitting: Sequence[Trial]) -> bool:
-    """Whether the machine was equally fast whenever the same work was measured: steps of a probe, or probes of a trial.
+    """True if the machine was equally fast each time the same work was measured: steps of a probe, or probes of a
+    trial.
 
-    None of the trials that fit may show otherwise.
+    All trials that fit must show this.
     """
     for trial in fitting:
         probes = [r for r in (trial.first, trial.result, trial.confirmed) if r is not None]
@@ -252,7 +250,7 @@ def _steady(fitting: Sequence[Trial]) -> bool:
 
 
 def _first(fitting: Sequence[Trial], *, goal: Goal, target_bytes: int | None) -> Trial | None:
-    """The winner by the given figures, without regard to noise."""
+    """The winner by the given figures, taken as exact."""
     if not fitting:
         return None
     if goal == "speed-at-any-tier":
@@ -304,7 +302,7 @@ def _from_band(used_bytes: float, limit_bytes: int) -> tuple[int, float]:
 
 
 def in_band(trial: Trial, limit_bytes: int | None) -> bool:
-    """Whether a trial that fits fills the band of goal utilisation."""
+    """True if a trial that fits fills the band of goal utilisation."""
     return limit_bytes is not None and _from_band(cost(trial)[1], limit_bytes)[0] == 0
 
 
@@ -314,7 +312,7 @@ def band_bytes(limit_bytes: int) -> tuple[float, float]:
 
 
 def baseline(trials: Iterable[Trial]) -> Trial | None:
-    """The trial of the unchanged recipe; None if it was not probed because it is predicted not to fit."""
+    """The trial of the unchanged recipe; None if it was skipped because it is predicted to exceed the memory."""
     return next((t for t in trials if not t.changes and (t.number == 0 or t.result is not None)), None)
 
 
@@ -325,7 +323,7 @@ Costs = Sequence[tuple[float, float]]  # (seconds of a step, device-used bytes)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreseen:
-    """A candidate on the front that was not probed; its figures are predicted, corrected by the study's probes."""
+    """An unprobed candidate on the front; its figures are predicted, corrected by the study's probes."""
 
     name: str = ""  # p1, p2, ... in its study: a number is a trial's; "" in a study of an earlier autofit
     tier: Tier
@@ -345,7 +343,7 @@ class Foreseen:
 
 
 def common_front(trials: Iterable[Trial], foreseen: Iterable[Foreseen]) -> tuple[list[Trial], list[Foreseen]]:
-    """The trials and the foreseen candidates that none of all dominates, each fastest first."""
+    """The undominated ones among the trials and the foreseen candidates, each fastest first."""
     probed = pareto_front(trials)
     ahead = sorted(foreseen, key=lambda f: (f.step_s, f.device_used_bytes))
     costs = [*map(cost, probed), *((f.step_s, float(f.device_used_bytes)) for f in ahead)]
@@ -357,7 +355,7 @@ def common_front(trials: Iterable[Trial], foreseen: Iterable[Foreseen]) -> tuple
 
 
 def leanest_foreseen(trials: Iterable[Trial], foreseen: Iterable[Foreseen]) -> Foreseen | None:
-    """The candidate of least memory on the common front, if no probe has reached it; None where a trial needs less."""
+    """The candidate of least memory on the common front, if it is still unprobed; None if a trial needs less."""
     front, ahead = common_front(trials, foreseen)
     if not ahead or (front and cost(front[-1])[1] <= ahead[-1].device_used_bytes):
         return None

@@ -1,6 +1,6 @@
 """Locks of files, one process at a time of all that see the folder; who holds a SQLite database, and one born whole.
 
-Where locks do not hold, it is said. A database is made in a file beside its path, which one rename puts in place; the
+It warns where locks do not hold. A database is made in a file beside its path, which one rename puts in place; the
 caller holds a lock meanwhile, so that two processes never make the same one."""
 
 import contextlib
@@ -57,7 +57,7 @@ def exclusive(folder: Path, name: str, *, wait_s: float = 0.0) -> Iterator[None]
 
 
 def _opened(path: Path) -> TextIO:
-    """The file for its lock; a pipe in its place is not waited for."""
+    """The file for its lock; opened at once even if it is a pipe."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     return open(path, "w", encoding="utf-8", opener=lambda name, _: os.open(name, flags, 0o666))
 
@@ -80,7 +80,7 @@ def _no_locks(folder: Path, why: str) -> EnvironmentFault:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system of `folder`, such as ext4 or nfs4; "unknown" where the kernel does not say."""
+    """The type of the file system of `folder`, such as ext4 or nfs4; "unknown" if the kernel hides it."""
     place, best = folder.resolve(), ("", "unknown")
     with contextlib.suppress(OSError):
         for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -92,7 +92,7 @@ def file_system(folder: Path) -> str:
 
 
 def is_of_a_network(kind: str) -> bool:
-    """Whether a file system of this type may be on another machine, where SQLite is neither safe nor fast."""
+    """True if a file system of this type may be on another machine, where SQLite is unsafe and slow."""
     return kind in _OF_A_NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
 
 
@@ -121,7 +121,7 @@ def wait_until_free(path: Path, *, most_s: float) -> None:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether a transaction that writes can begin within 2 s; True where SQLite says anything else."""
+    """True if a transaction that writes can begin within 2 s, or if SQLite reports any other error."""
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=_QUIET_S, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
@@ -132,7 +132,7 @@ def _is_free(path: Path) -> bool:
 
 
 def holder_of(path: Path) -> str:
-    """The processes that hold locks on `path`, by name and pid; "another process" where the kernel does not say."""
+    """The processes that hold locks on `path`, by name and pid; "another process" if the kernel hides them."""
     found = []
     with contextlib.suppress(OSError):
         inode = f":{path.stat().st_ino}"
@@ -155,7 +155,7 @@ _SIDE_FILES = ("-journal", "-wal", "-shm")  # SQLite's own, beside the database
 
 
 def is_there(path: Path) -> bool:
-    """Whether `path` holds something; SQLite makes an empty file when it merely connects."""
+    """True if `path` has content; SQLite makes an empty file when it merely connects."""
     return path.exists() and path.stat().st_size > 0
 
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def _connect_args(url: URL) -> dict[str, Any]:
-    """What each connection says of itself, and how soon a dead network is an error; the URL's own come first."""
+    """Name of each connection, and timeouts that make a dead network an error; the URL's own values come first."""
     ours: dict[str, Any] = {
         "application_name": f"autofit {me()[:40]} pid {os.getpid()}", "connect_timeout": 10, "keepalives_idle": 20,
         "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000,
@@ -53,7 +53,7 @@ def connection_to(database: Database) -> sqlalchemy.Connection:
 
 
 def passes(error: BaseException) -> bool:
-    """Whether `error` is of a server that is away, or busy, for a moment: the same statement may succeed later."""
+    """True if `error` is of a server that is away, or busy, for a moment: the same statement may succeed later."""
     found = cause_of(error)
     if not isinstance(found, psycopg2.Error):
         return False
@@ -63,7 +63,7 @@ def passes(error: BaseException) -> bool:
 
 
 def postgres_advice(error: BaseException | None, database: Database) -> str:
-    """What to change, from the server's SQLSTATE."""
+    """Advice on the error, from the server's SQLSTATE."""
     code = getattr(error, "pgcode", None)
     user = "this role" if database.url is None or database.url.username is None else f"role {database.url.username}"
     if code == _DENIED:
@@ -125,7 +125,7 @@ class PatientStorage(RDBStorage):
         event.listen(self.engine, "connect", _limit_waits)
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
-        """As Optuna's; a server that was stopped after the commit, and before its answer, is told again in vain."""
+        """As Optuna's; if the server stopped between the commit and its answer, the repeated call counts as done."""
         first = True
 
         def told() -> bool:
@@ -142,7 +142,7 @@ class PatientStorage(RDBStorage):
 
 
 def _limit_waits(connection: Any, _: object) -> None:
-    """Let no statement wait for ever for what another session has locked."""
+    """Limit the time that a statement waits for a lock of another session."""
     with connection.cursor() as cursor:
         cursor.execute(f"SET lock_timeout = '{_LOCK_S}s'")
     connection.commit()

@@ -1,4 +1,4 @@
-"""The typed record of a study in Optuna, and why its search ended. No other module knows the attributes' names."""
+"""The typed record of a study in Optuna, and why its search ended. The attributes' names are known only here."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -85,13 +85,13 @@ class StudyRecord:
     screened: int = 0  # candidates ruled out without a probe
     predicted: Mapping[str, object] | None = None  # bytes and seconds of all candidates, as JSON of forecast.cloud
     foreseen: Sequence[Mapping[str, object]] = ()  # candidates on the front without a probe, JSON of tuning.foreseen
-    relaxed: str = ""  # what a lower tier offers, in words; of the last search
+    relaxed: str = ""  # gain of a lower tier, in words; of the last search
     outside: Mapping[str, object] | None = None  # changes beyond the allowed tier, as JSON of api.lower_tiers
     sensitivity: Mapping[str, object] | None = None  # the winner's neighbours and margin, as JSON of tuning.sensitivity
 
     @property
     def batch_keys(self) -> BatchKeys:
-        """The recipe's keys that batch its samples. Raises ConfigError for a study without them."""
+        """The recipe's keys that batch its samples. Raises ConfigError for a study that lacks them."""
         if self.keys is None:
             raise ConfigError(
                 "the study must contain its trainer's batch keys, but an earlier autofit made it without them; run its "
@@ -111,7 +111,7 @@ class StudyRecord:
 
     @property
     def points_ahead(self) -> list[Foreseen]:
-        """The candidates on the front without a probe."""
+        """The unprobed candidates on the front."""
         return [Foreseen.from_json(one) for one in self.foreseen]
 
     def to_json(self) -> dict[str, object]:
@@ -139,7 +139,7 @@ def record_of(study: Attributed) -> StudyRecord:
 
 
 def sealed_file(origin: Mapping[str, object]) -> dict[str, object]:
-    """The file of another tool that a recipe was, as a study keeps it: without the secrets in its text."""
+    """The file of another tool that a recipe was, as a study keeps it: with the secrets in its text sealed."""
     return {**origin, "text": sealed_text(str(origin["text"]))} if "text" in origin else {**origin}
 
 
@@ -150,7 +150,7 @@ def forget_foreseen(study: Keeping, name: str) -> None:
 
 
 def is_own(study: Attributed) -> bool:
-    """Whether autofit made the study: its record is written before the first trial."""
+    """True if autofit made the study: its record is written before the first trial."""
     known = study.user_attrs
     return bool(known.get("fingerprint") or known.get("trainer"))
 
@@ -200,7 +200,7 @@ def keep_comparison(study: Keeping, number: int, comparison: Comparison) -> None
 
 
 def kept_proof(study: Attributed, number: int) -> Mapping[str, object] | None:
-    """The gradient proof of trial `number` as JSON, or None before it is proven."""
+    """The gradient proof of trial `number` as JSON, once it is proven."""
     return cast("Mapping[str, object] | None", study.user_attrs.get(f"proof {number}"))
 
 

@@ -101,7 +101,7 @@ class Repeats:
         self._model = Model(sampler.grid, sampler.predictions, target_bytes=sampler.target_bytes)
 
     def probe_doubted(self, trials: Callable[[], tuple[Trial, ...]], say: Callable[[str], None]) -> None:
-        """Probe again what is doubted, the most doubtful first, until nothing is or `_MOST` were."""
+        """Probe doubted trials again, the most doubtful first, until all are settled or `_MOST` were probed."""
         failed: set[int] = set()
         while (doubt := self._doubt(trials(), failed)) is not None:
             trial = next(t for t in trials() if t.number == doubt.number)
@@ -148,7 +148,7 @@ class Repeats:
         return max(found, key=lambda pair: pair[0])[1] if found else None
 
     def _judged(self, told: Observation, others: list[Observation]) -> tuple[float, str | None]:
-        """(standard deviations above what is expected, what to say of it if it is doubted)."""
+        """(standard deviations above the expectation, sentence on it if the trial is doubted)."""
         assert told.step_s is not None
         self._model.learn(others, ())
         mean, spread = (float(v[0]) for v in self._model.log_step_at(np.array([told.place], dtype=np.intp)))

@@ -170,11 +170,11 @@ class Residual:
 
     @property
     def informed(self) -> bool:
-        """Whether there is at least one observation."""
+        """True if there is at least one observation."""
         return len(self._places) > 0
 
     def each(self, places: Places) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) of the residual at `places`, without noise, each (settings, P)."""
+        """(mean, standard deviation) of the noise-free residual at `places`, each (settings, P)."""
         if not self.informed:
             spread = np.repeat(self._spreads[:, None], len(places), axis=1)
             return np.zeros_like(spread), spread
@@ -187,7 +187,7 @@ class Residual:
         return self._last[1]
 
     def at(self, places: Places) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) of the residual at `places`, without noise, each (P,)."""
+        """(mean, standard deviation) of the noise-free residual at `places`, each (P,)."""
         return mixed(*self.each(places))
 
     def mean_at(self, places: Places) -> Floats:
@@ -205,7 +205,7 @@ class _Fit:
 
 
 def _fitted(covariances: Floats, values: Floats, at_least: Mask, noise: float) -> _Fit:
-    """Expectation propagation of the lower bounds, in parallel and damped; exact without lower bounds.
+    """Expectation propagation of the lower bounds, in parallel and damped; exact if there are no lower bounds.
 
     Rasmussen and Williams, Gaussian Processes for Machine Learning, section 3.6: (3.53) to (3.58), (3.65).
     """

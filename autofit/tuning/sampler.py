@@ -1,4 +1,4 @@
-"""Optuna samplers, our own and wrapped ones, that propose only valid candidates, neither tried nor ruled out."""
+"""Optuna samplers, our own and wrapped ones, that propose only valid candidates that are still untried and allowed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -32,7 +32,7 @@ _SAMPLE = 200  # candidates among which `halving` looks for the one that rules o
 
 
 class CandidateSampler(BaseSampler):
-    """Base of all samplers here: baseline first, whole candidates only, no candidate twice, none that an OOM rules out.
+    """Base of all samplers here: baseline first, whole candidates only, each once, less those that an OOM rules out.
 
     A lower tier is proposed only where no candidate of a higher one is left, or none may fit; unless the goal is the
     fastest at any tier.
@@ -57,8 +57,8 @@ class CandidateSampler(BaseSampler):
         self._cannot_fit = cannot_fit
         self._random = np.random.default_rng(seed)
         self._study: str | None = None
-        self.wanted: int | None = None  # the candidate that is proposed next, whatever else may be worth a probe
-        self._judged: tuple[int, object, object] = (0, None, None)  # how many observations, of which ledger, repeats
+        self.wanted: int | None = None  # the candidate to propose next, before all others
+        self._judged: tuple[int, object, object] = (0, None, None)  # number of observations, ledger, repeats
         self._settled: set[int] = set()  # tiers of those that settle theirs
         self._begin()
 
@@ -83,7 +83,7 @@ class CandidateSampler(BaseSampler):
         return {n: CategoricalDistribution(c) for n, c in zip(self.grid.names, self.grid.choices, strict=True)}
 
     def worth_another(self, study: Study, *, min_gain_frac: float | None) -> Stop | None:
-        """The reason to stop, or None if a candidate is still worth a probe."""
+        """The reason to stop, unless a candidate is still worth a probe."""
         free = self.read(study).free
         if not free.any():
             return Stop(StopKind.EXHAUSTED, "every candidate is tried or ruled out")
@@ -124,7 +124,7 @@ class CandidateSampler(BaseSampler):
         return np.zeros_like(self.grid.tiers) if self.goal == "speed-at-any-tier" else self.grid.tiers
 
     def _settled_tier(self) -> int | None:
-        """The highest tier with a candidate that fits (goal utilisation: in the band); no lower one can win."""
+        """The highest tier with a candidate that fits (goal utilisation: in the band); it beats all lower ones."""
         told = self.ledger.observations
         if self._judged[1:] != (self.ledger, self.ledger.repeated):
             self._judged = 0, self.ledger, self.ledger.repeated
@@ -146,7 +146,7 @@ class CandidateSampler(BaseSampler):
 
     @property
     def baseline_first(self) -> bool:
-        """Whether the first probe is the unchanged recipe. False if it is predicted not to fit."""
+        """True if the first probe is the unchanged recipe. False if it is predicted to exceed the memory."""
         return self._cannot_fit is None or not self._cannot_fit[0]
 
     # -- Optuna's interface ---------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class CandidateSampler(BaseSampler):
         return dict(self.grid.params(self.choose(study, trial, np.flatnonzero(free))))
 
     def highest(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of `free` of the highest tier that is left."""
+        """The subset of `free` in the highest tier that is left."""
         tiers = self.tiers[free]
         return np.asarray(free[tiers == tiers.min()])
 
@@ -195,7 +195,7 @@ class CandidateSampler(BaseSampler):
         )
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """End `study.optimize` when no candidate is left to propose."""
+        """End `study.optimize` when all candidates are used up."""
         if not getattr(study._thread_local, "in_optimize_loop", False):
             return
         ledger = self.read(study, but=trial.number)
@@ -230,7 +230,7 @@ class PriorSampler(CandidateSampler):
 
     @property
     def baseline_first(self) -> bool:
-        """Whether the first probe is the baseline. False if its predicted fit probability is below 5 %."""
+        """True if the first probe is the baseline. False if its predicted fit probability is below 5 %."""
         if not super().baseline_first:
             return False
         if self.predictions is None or self.target_bytes is None:
@@ -276,7 +276,7 @@ class PriorSampler(CandidateSampler):
         return found.place
 
     def _without_predictions(self, free: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of `free` among which a probe says most, while there are no predictions; empty once the model knows.
+        """The most informative candidates of `free` to probe while predictions are missing; empty once the model knows.
 
         Before the first fit all; after a second OOM the leanest, of which an OOM ends the tier. After a fit the next
         number of each knob without memory order, then those that need more memory than the fastest: it buys speed.
@@ -322,7 +322,7 @@ class PlainSampler(CandidateSampler):
         distributions = self.distributions()
         for _ in range(_GP_DRAWS if isinstance(self._inner, GPSampler) else _DRAWS):
             drawn = dict(self._inner.sample_relative(study, trial, distributions))
-            drawn |= {  # a sampler leaves out what it would draw without regard to the other knobs
+            drawn |= {  # a sampler leaves out knobs that it would draw independently of the others
                 name: self._inner.sample_independent(study, trial, name, distribution)
                 for name, distribution in distributions.items()
                 if name not in drawn
@@ -370,5 +370,5 @@ def make_sampler(
 
 
 def _percent(share: float) -> str:
-    """`0.17 %`; what is next to nothing in words."""
+    """`0.17 %`; a tiny share in words."""
     return f"{100 * share:.2g} %" if share >= 1e-4 else "less than 0.01 %"

@@ -207,7 +207,7 @@ def _predicted(plan: Plan) -> dict[str, object] | None:
 
 
 def _baseline_predicted(plan: Plan) -> dict[str, float] | None:
-    """The prediction for the unchanged recipe: {floor_bytes, device_used_bytes, step_s}, or None."""
+    """The prediction for the unchanged recipe, if there is one: {floor_bytes, device_used_bytes, step_s}."""
     if plan.predictions is None or plan.space.baseline not in plan.predictions.candidates:
         return None
     alone = plan.predictions.of((plan.space.baseline,))
@@ -264,14 +264,14 @@ class Search:
                     self._repeats.probe_doubted(self._trials, self.on_note)
 
     def _fill(self, slots: int) -> Stop | None:
-        """Ask for probes until so many are at work; the reason to ask for no more, if there is one."""
+        """Ask for probes until `slots` are at work; the reason to stop asking, if there is one."""
         stop = None
         while len(self._live) < slots and ((stop := self._enough()) is None or self._traces_front(stop)):
             self._ask()
         return stop
 
     def _traces_front(self, stop: Stop) -> bool:
-        """Whether a candidate that belongs on the front, as predicted, is simulated next although the winner is found.
+        """True if a candidate predicted to be on the front is simulated next although the winner is found.
 
         Only where a probe is a simulation of seconds. One that is ahead of trials first, then the leanest: it says how
         little memory is enough.
@@ -290,7 +290,7 @@ class Search:
         return bool(ahead)
 
     def _keep_the_rest(self) -> None:
-        """Keep with the study how many candidates are ruled out, and what belongs on its front without a probe."""
+        """Keep with the study the number of excluded candidates, and the unprobed candidates on its front."""
         space, candidates = self.plan.space, self._sampler.grid.candidates
         ahead = [
             Foreseen(
@@ -310,7 +310,7 @@ class Search:
         )  # fmt: skip
 
     def _keep_busy(self) -> None:
-        """While a probe is repeated, in a slot of its own: tell what has ended, and fill the other slots."""
+        """While a probe is repeated, in a slot of its own: tell the results that came, and fill the other slots."""
         told = [self._conclude(number, folder) for number, folder in list(self._live.items())]
         if any(told):
             self._fill(self.plan.parallel - 1)
@@ -329,7 +329,7 @@ class Search:
                     requeue(self.study, frozen)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """The caller holds the study's lock, so that nothing else writes to it."""
+        """Context in which the caller holds the study's lock, as its only writer."""
         storage = self.study._storage
         return storage.alone() if isinstance(storage, SoleWriter) else contextlib.nullcontext()
 
@@ -347,7 +347,7 @@ class Search:
         return tuple(trials)
 
     def _open(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
-        """The last of all `trials`, from the first one on that is not finished."""
+        """The last of all `trials`, from the first unfinished one on."""
         ended = self._ended
         while len(ended) < len(trials) and trials[len(ended)].state.is_finished():
             ended.append(self._plain(trials[len(ended)]))
@@ -365,7 +365,7 @@ class Search:
         return self.plan.budget_s is not None and time.monotonic() - self._began > self.plan.budget_s
 
     def _enough(self) -> Stop | None:
-        """The reason to ask for no further trial, or None."""
+        """The reason to stop asking for trials, if there is one."""
         plan, frozen = self.plan, self._frozen()
         waiting = [t for t in self._open(frozen) if not t.state.is_finished() and t.number not in self._live]
         for lost in waiting:  # made twice: the database was away between its commit and its answer
@@ -419,7 +419,7 @@ class Search:
             time.sleep(self._launcher.poll_s)
 
     def _conclude(self, number: int, folder: Path) -> bool:
-        """Tell the result of trial `number` if there is one; True if the trial no longer occupies a probe slot."""
+        """Tell the result of trial `number` if there is one; True if the trial has freed its probe slot."""
         result = self._launcher.result(folder)
         if result is None:
             return False
@@ -470,7 +470,7 @@ class Search:
 
 
 def _all_broken(frozen: list[FrozenTrial]) -> bool:
-    """Whether all finished probes (at least two) failed: then the recipe or the machine is broken, not a candidate."""
+    """True if all finished probes (at least two) failed: then the recipe or the machine is broken."""
     if any(t.state is TrialState.COMPLETE for t in frozen):
         return False
     finished = [t for t in frozen if t.state.is_finished()]
@@ -509,7 +509,7 @@ def confirm(
     plan: Plan, study: optuna.Study, *, server_socket: str | None, launcher: Launcher | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:  # fmt: skip
-    """Probe the finalist; if it does not hold, probe the next one. Nothing on a simulated card: results are the same.
+    """Probe the finalist; if it fails, probe the next one. Skipped on a simulated card: results are the same.
 
     Safe to interrupt or kill: a second call reads the probes that ended, attaches to the running one, or starts it
     again.
@@ -589,7 +589,7 @@ class _Confirmation:
         return self._prober.probe(trial, name)
 
     def _say_still(self) -> None:
-        """Say what is waited for where that takes long: a job may wait in a queue, or import for a minute."""
+        """Report the probe in progress if it takes long: a job may wait in a queue, or import for a minute."""
         now = time.monotonic()
         if now - self._said_at >= _EVERY_S:
             self._said_at = now

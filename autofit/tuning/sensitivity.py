@@ -17,7 +17,7 @@ _LONGEST = 4  # the search for a longer sequence ends at this multiple of the cu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """The winner with one knob moved one step, all else equal. None is "not known"; deltas are against the winner."""
+    """The winner with one knob moved one step, all else equal. None is "unknown"; deltas are against the winner."""
 
     knob: str
     direction: Direction  # in the order of the knob's values; for a memory-ordered knob, "up" needs more memory
@@ -36,7 +36,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """The winner's free bytes under the target less the headroom. None is "not known"."""
+    """The winner's free bytes under the target less the headroom. None is "unknown"."""
 
     bytes_left: int | None
     key: str | None  # name of the sequence-length key that could grow
@@ -187,5 +187,5 @@ def _longest_probed(space: Space, candidate: Candidate, key: str, probed: Mappin
 
 
 def of_winner(kept: Mapping[str, object] | None, best: Trial | None) -> Mapping[str, object] | None:
-    """`kept`, the study's stored sensitivity, or None if it belongs to another trial than the winner."""
+    """`kept`, the study's stored sensitivity, if it belongs to the winner."""
     return kept if kept is not None and best is not None and kept.get("trial") == best.number else None

@@ -28,7 +28,7 @@ def why(
     trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
     allow: Tier = "neutral",
 ) -> str:  # fmt: skip
-    """The sentences of `reasons` in one line, without the last full stop."""
+    """The sentences of `reasons` in one line, less the last full stop."""
     return ". ".join(reasons(trials, original, target_bytes, rule, allow=allow))
 
 
@@ -36,7 +36,7 @@ def reasons(
     trials: Sequence[Trial], original: Mapping[str, object], target_bytes: int | None, rule: Rule | None = None, *,
     allow: Tier = "neutral", names: Mapping[str, str] | None = None,
 ) -> list[str]:  # fmt: skip
-    """What the winner changes and what that gives; then why a faster trial did not win, without their full stops.
+    """Changes of the winner and their gain; then why a faster trial lost. Full stops are left out.
 
     One sentence of advice when nothing fits.
     """
@@ -82,7 +82,7 @@ def reasons(
 
 
 def _level(best: Trial, quick: Trial, limit_bytes: int | None) -> str:
-    """Why `quick`, which is faster than the winner `best`, did not win."""
+    """Reason why `quick`, which is faster than the winner `best`, lost."""
     ahead_s, more_bytes = cost(best)[0] - cost(quick)[0], cost(quick)[1] - cost(best)[1]
     if more_bytes <= 0:
         return f"Trial {quick.number} was {format_seconds(ahead_s)} a step faster, within the noise of two probes"
@@ -141,7 +141,7 @@ def _what_to_relax(trials: Sequence[Trial], target_bytes: int | None, limit_byte
 
 
 def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
-    """The reason why candidates were skipped: they are predicted not to fit. Empty if none was skipped."""
+    """The reason why candidates were skipped: they are predicted to exceed the memory. Empty if all were probed."""
     predicted, limit = record.baseline_predicted, record.limit_bytes
     if not trials:
         least = record.least_floor_bytes
@@ -160,12 +160,12 @@ def predicted_note(trials: Sequence[Trial], record: StudyRecord) -> str:
 
 
 def repeat_note(trials: Sequence[Trial]) -> str:
-    """Which trials were probed again because they were slower than expected, and what came of it; "" without any."""
+    """Trials that were probed again because they were slower than expected, with the outcome; "" if there are none."""
     return "; ".join(repeat_words(t) for t in trials if t.first is not None)
 
 
 def repeat_words(trial: Trial) -> str:
-    """What the second probe of `trial` said of the first."""
+    """Comparison of the second probe of `trial` with the first."""
     first, now = trial.first, trial.result
     assert first is not None
     assert now is not None
@@ -184,7 +184,7 @@ def repeat_words(trial: Trial) -> str:
 
 
 def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
-    """Whether the winner was confirmed, its figures, and the finalists that failed before it; "" without finalists."""
+    """Outcome of the winner's confirmation, its figures, and finalists that failed before it; "" without finalists."""
     best = winner(trials, **rule)
     parts = [_how_it_fell(t) for t in trials if _had_its_chance(t) and t is not best]
     if best is not None:
@@ -193,7 +193,7 @@ def confirmation_note(trials: Sequence[Trial], rule: Rule) -> str:
 
 
 def _had_its_chance(trial: Trial) -> bool:
-    """Whether it was confirmed as a finalist, or fell: the baseline is probed in turns with each finalist."""
+    """True if it was confirmed as a finalist, or fell: the baseline is probed in turns with each finalist."""
     return trial.confirmed is not None and bool(trial.changes or trial.fell)
 
 
@@ -238,7 +238,7 @@ def _how_sure(best: Trial) -> str:
 
 
 def confirmation_json(trials: Sequence[Trial], rule: Rule) -> dict[str, object] | None:
-    """The winner's confirmation as `--json` prints it; None without a winner."""
+    """The winner's confirmation as `--json` prints it, if there is a winner."""
     best = winner(trials, **rule)
     if best is None:
         return None
@@ -272,7 +272,7 @@ def rule_json(rule: Rule, allow: Tier) -> dict[str, object]:
 
 
 def _comparison_json(trial: Trial) -> dict[str, object] | None:
-    """The speed-up over the baseline in turns with its spread; None if it was not compared."""
+    """The speed-up over the baseline in turns with its spread, if it was compared."""
     found = trial.comparison
     if found is None:
         return None

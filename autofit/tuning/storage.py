@@ -1,4 +1,4 @@
-"""Where the studies of a folder are kept: a SQLite file in it, or a Postgres that several people and machines share.
+"""Database of a folder's studies: a SQLite file in it, or a Postgres that several people and machines share.
 
 A password comes from libpq (PGPASSWORD, ~/.pgpass, PGSERVICE), from a URL, or from a file that holds a URL. It is never
 written anywhere, and no text shows it.
@@ -43,11 +43,11 @@ _given: dict[Path, str] = {}  # folder -> the database that this process was tol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Database:
-    """The database of the studies of `folder`. As text it is a path or a URL, without a password."""
+    """The database of the studies of `folder`. As text it is a path or a URL, less its password."""
 
     folder: Path
     url: "URL | None" = field(default=None, repr=False)  # of a Postgres; None is the file in the folder
-    remembered: bool = False  # the folder's storage.json names it, and nobody now
+    remembered: bool = False  # named by the folder's storage.json alone
 
     @property
     def path(self) -> Path:
@@ -59,18 +59,18 @@ class Database:
 
     @property
     def home(self) -> str:
-        """Where its studies are, in words."""
+        """Place of its studies, in words."""
         return str(self.folder if self.url is None else self)
 
     def is_same_as(self, other: "Database") -> bool:
-        """Whether both are one database, whoever connects to it."""
+        """True if both are one database, whoever connects to it."""
         if self.url is None or other.url is None:
             return self.url is other.url
         return _bare(self.url, None) == _bare(other.url, None)
 
 
 def check_there(database: Database) -> None:
-    """Raise ConfigError where a folder has no file of studies; a Postgres is asked when it is opened."""
+    """Raise ConfigError if a folder lacks a file of studies; a Postgres is asked when it is opened."""
     if database.url is None and not database.path.exists():
         raise ConfigError(
             f"there are no studies in {database.folder}; run `autofit search` first, or point {option('dir')} at its "
@@ -96,18 +96,18 @@ def _place(folder: Path) -> Path:
 
 
 def mlflow_follows() -> bool:
-    """Whether searches and full runs are mirrored to MLflow while they work: not with AUTOFIT_MLFLOW=0."""
+    """True if searches and full runs are mirrored to MLflow while they work; AUTOFIT_MLFLOW=0 turns it off."""
     return os.environ.get(_MLFLOW, "1") not in ("0", "")
 
 
 def use_storage(folder: Path, storage: str | None) -> None:
-    """Use the database `storage` for the studies of `folder` in this process; None changes nothing."""
+    """Use the database `storage`, if given, for the studies of `folder` in this process."""
     if storage is not None:
         _given[_place(folder)] = storage
 
 
 def database_of(folder: Path) -> Database:
-    """What --storage, AUTOFIT_STORAGE or the folder itself names; else the SQLite file in the folder.
+    """The database that --storage, AUTOFIT_STORAGE or the folder itself names; else the SQLite file in the folder.
 
     Raises ConfigError for a text that names no Postgres or a folder that no database can be in, and EnvironmentFault
     without a driver for it.
@@ -118,7 +118,7 @@ def database_of(folder: Path) -> Database:
 
 
 def keep_storage(database: Database) -> None:
-    """Let later commands find `database` by its folder alone: its address is kept there, without a password."""
+    """Let later commands find `database` by its folder alone: its address is kept there, less its password."""
     if database.url is not None and _kept(database.folder) is None:
         write_json(_kept_path(database.folder), {"storage": _to_keep(database)})
 
@@ -140,12 +140,12 @@ def check_is_of(database: Database) -> None:
 
 
 def shows_password(storage: str) -> bool:
-    """Whether the text of --storage has a password, which every user of the machine sees in its list of processes."""
+    """True if the text of --storage has a password, which every user of the machine sees in its list of processes."""
     return re.search(r"://[^/@]*:[^@]*@", storage) is not None or "password=" in storage
 
 
 def storage_option(folder: Path) -> str:
-    """What a command that is proposed needs, besides the folder, to find its database."""
+    """Option with which a proposed command, besides the folder, finds its database."""
     database = database_of(folder)
     return "" if database.url is None or (_kept(folder) and not _not_mine(folder)) else f" --storage '{database}'"
 
@@ -170,7 +170,7 @@ def _kept_path(folder: Path) -> Path:
 
 
 def _kept(folder: Path) -> str | None:
-    if not folder.is_dir():  # that is told where the folder is written to
+    if not folder.is_dir():  # the write to the folder reports it
         return None
     try:
         found = read_json(_kept_path(folder))
@@ -188,7 +188,7 @@ def _kept(folder: Path) -> str | None:
 
 
 def _not_mine(folder: Path) -> str:
-    """What another user may do to the folder's storage.json, in words: it may name a host of theirs. "" for nothing."""
+    """Others' rights on the folder's storage.json, in words: it may name a host of theirs. "" if there are none."""
     for path in (folder, _kept_path(folder)):
         try:
             who = other_writers(path)
@@ -200,7 +200,7 @@ def _not_mine(folder: Path) -> str:
 
 
 def _followed(folder: Path) -> str | None:
-    """What the folder's storage.json names. Raises ConfigError where others may have written it."""
+    """The database that the folder's storage.json names. Raises ConfigError if others may have written it."""
     kept = _kept(folder)
     why = "" if kept is None else _not_mine(folder)
     if why:
@@ -212,18 +212,18 @@ def _followed(folder: Path) -> str | None:
 
 
 def _to_keep(database: Database) -> str:
-    """The text to keep: the file of a URL, as it has the password, or else the URL without one."""
+    """The text to keep: the file of a URL, as it has the password, or else the URL less its password."""
     given = _given.get(database.folder.resolve()) or os.environ.get(VARIABLE) or ""
     return f"file:{Path(given[5:]).resolve()}" if given.startswith("file:") else str(database)
 
 
 def _bare(url: "URL", user: str | None) -> str:
-    """`url` as text, with `user` and without a password."""
+    """`url` as text, with `user`, and its password removed."""
     return type(url).create("postgresql", user, None, url.host, url.port, url.database, url.query).render_as_string()
 
 
 def _url(storage: str) -> "URL":
-    """The URL that `storage` gives. Errors show nothing of it that may be a password."""
+    """The URL that `storage` gives. Errors hide any part of it that may be a password."""
     from sqlalchemy import URL, make_url
     from sqlalchemy.exc import ArgumentError
 
@@ -283,7 +283,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 NAMES = BEST, LEANEST = "best", "leanest"  # of trials, beside their numbers
-_WAIT_S = 0.1  # for a writer; whoever opens the database waits as long as it takes
+_WAIT_S = 0.1  # for a writer; opening the database waits as long as it takes
 _STUDIES = (
     "SELECT study_name, study_id FROM studies LEFT JOIN study_user_attributes AS kept USING (study_id) "
     "WHERE kept.key = 'used' ORDER BY kept.value_json"
@@ -291,7 +291,7 @@ _STUDIES = (
 
 
 def check_names(database: Database, study: str | None, trial: str | None = None, *, takes_points: bool = False) -> None:
-    """Raise ConfigError where there is no file of studies, no study called so (None: the one used last), or no trial.
+    """Raise ConfigError if the file of studies, the named study (None: the one used last), or the trial is missing.
 
     `takes_points` is whether a point that is known by prediction only (p1) will do as well.
     """
@@ -319,19 +319,19 @@ def _opened(database: Database) -> sqlite3.Connection:
 
 
 def _points(file: sqlite3.Connection, study: int) -> list[str]:
-    """The names of the points on the front of a study that no probe has reached."""
+    """The names of the unprobed points on the front of a study."""
     asked = "SELECT value_json FROM study_user_attributes WHERE study_id = ? AND key = 'foreseen'"
     return [point["name"] for (text,) in file.execute(asked, (study,)) for point in json.loads(text)]
 
 
 def no_study(name: str, names: Sequence[str], database: Database) -> ConfigError:
-    """The error of a study that is not there."""
+    """The error of a missing study."""
     known = ", ".join(names)
     return ConfigError(f"there is no study {name!r} in {database.home}{nearest(name, names)}; there are: {known}")
 
 
 def no_trial(asked: str, count: int, points: Sequence[str] | None = None) -> ConfigError:
-    """The error of a trial that a study of `count` trials does not have; `points` are known by prediction only."""
+    """The error of a trial missing in a study of `count` trials; `points` are known by prediction only."""
     now = "" if points is None else f" (now {', '.join(points) or 'none'})"
     point = f"; `autofit promote` probes a point of the front that no probe has reached{now}; then it has a number"
     return ConfigError(
@@ -341,5 +341,5 @@ def no_trial(asked: str, count: int, points: Sequence[str] | None = None) -> Con
 
 
 def is_point(name: str) -> bool:
-    """Whether `name` is that of a point which is known by prediction only."""
+    """True if `name` is that of a point which is known by prediction only."""
     return name.startswith("p") and name[1:].isdecimal()

@@ -39,7 +39,7 @@ from autofit.tuning.storage import (
 
 
 class SoleWriter(_CachedStorage):
-    """The cache that Optuna puts before a database; within `alone` it reads only what was written through it.
+    """The cache that Optuna puts before a database; within `alone` it reads only data written through it.
 
     Optuna reads each unfinished trial anew at each look, and a search with N probes in flight looks several times a
     trial: what this process, the only writer, did not write since its last look is not read again.
@@ -72,7 +72,7 @@ class SoleWriter(_CachedStorage):
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
-        """The study's attributes; within `alone` one object for all callers, which they must not change."""
+        """The study's attributes; within `alone` one object for all callers, which must leave it unchanged."""
         if not self._alone:
             return super().get_study_user_attrs(study_id)
         if study_id not in self._attributes:
@@ -167,7 +167,7 @@ class SoleWriter(_CachedStorage):
         super().set_study_user_attr(study_id, key, value)
 
 
-# Of JSON, text, an enumeration or a structure that is not what was written.
+# Of JSON, text, an enumeration or a structure that differs from the written one.
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError)
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ def _told(call: Callable[..., T], folder: Path, *, reads: bool) -> Callable[...,
 
 
 def damage(folder: Path, error: Exception) -> EnvironmentFault:
-    """The error of a database whose content is not what was written."""
+    """The error of a database with corrupted content."""
     database = database_of(folder)
     fix = f"move the file away, or choose another folder with {option('dir')}"
     if database.url is not None:
@@ -247,7 +247,7 @@ _LOCK_S = 120.0  # longest wait for another process that makes the database, whi
 
 
 def open_storage(folder: Path, *, create: bool = False) -> RDBStorage:
-    """The database of the studies in `folder`. Raises EnvironmentFault if it cannot be used."""
+    """The database of the studies in `folder`. Raises EnvironmentFault if it is unusable."""
     database = database_of(folder)
     with database_errors(folder):
         if create:
@@ -301,7 +301,7 @@ def _make(path: Path) -> None:
 
 
 def _check_version(database: Database, storage: RDBStorage) -> None:
-    """Raise EnvironmentFault if this Optuna cannot read the tables."""
+    """Raise EnvironmentFault if the tables are of another version of Optuna."""
     version = storage.get_current_version()
     if version == storage.get_head_version():
         return
@@ -332,19 +332,19 @@ def driving(folder: Path, name: str) -> Iterator[None]:
 
 
 def study_names(storage: RDBStorage) -> list[str]:
-    """Names of all studies, last used at the end. Not from Optuna's summaries: they read every trial of every study."""
+    """Names of all studies, last used at the end. Optuna's summaries would read every trial of every study."""
     return [s.study_name for s in sorted(storage.get_all_studies(), key=lambda s: record_of(s).used)]
 
 
 def own_studies(folder: Path) -> list[optuna.Study]:
-    """The studies in `folder` that autofit made, last used at the end. Raises ConfigError without a database."""
+    """The studies in `folder` that autofit made, last used at the end. Raises ConfigError if there is no database."""
     storage = open_storage(folder)
     found = [optuna.load_study(study_name=name, storage=storage) for name in study_names(storage)]
     return [study for study in found if is_own(study)]
 
 
 def load_study(folder: Path, name: str | None) -> optuna.Study:
-    """The study `name` in `folder`, or the last used one. Raises ConfigError if there is none, or not of autofit."""
+    """The study `name` in `folder`, or the last used one. Raises ConfigError if it is missing, or another program's."""
     storage = open_storage(folder)
     names, database = study_names(storage), database_of(folder)
     if not names:
@@ -492,11 +492,11 @@ def _constrain(trial: optuna.trial.Trial, frozen: FrozenTrial, over_bytes: int) 
 
 
 def _slowest_step_s(study: optuna.Study) -> float:
-    """Seconds imputed to a trial that never completed a step: the slowest measured step, or 1.0 without any."""
+    """Seconds imputed to a trial that failed to complete a step: the slowest measured step, or 1.0 by default."""
     values = [t.values[0] for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) if t.values]
     return max(values, default=1.0)
 
 
 def requeue(study: optuna.Study, frozen: FrozenTrial) -> None:
-    """Put a RUNNING trial without a probe back in the queue, so that the same trial is probed again."""
+    """Put a RUNNING trial that lost its probe back in the queue, so that the same trial is probed again."""
     study._storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)

@@ -1,1 +1,1 @@
-"""What looks at a full run while it trains: its promise, its memory, its guards, its progress."""
+"""Watchers of a full run while it trains: its promise, its memory, its guards, its progress."""

@@ -1,7 +1,7 @@
-"""The contract of a full run: its promise beside what it does, whether it keeps it, and the protocol of watchers.
+"""The contract of a full run: its promise beside its figures, whether it is kept, and the protocol of watchers.
 
 A probe trains on the longest sample, so its seconds and bytes are those of the slowest and largest step: a run whose
-samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed what was promised
+samples are shorter is faster and smaller, and keeps the promise. Seconds are broken where they exceed the promised ones
 by more than the stated noise: two standard deviations of the difference of two probes (autofit/tuning/comparison.py)
 where they were measured, the upper end of the 90 % interval where they were predicted. Bytes must stay under the limit.
 """
@@ -22,7 +22,7 @@ from autofit.watching.events import PROGRESS, Kind, RunEvent, events_of, read_li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What the search promised of a trial's full run; None is "not known"."""
+    """The search's promise for a trial's full run; None is "unknown"."""
 
     device_name: str
     fidelity: str  # measured, or predicted on a simulated card
@@ -39,7 +39,7 @@ class Promise:
     def of(
         cls, figures: ProbeResult, *, limit_bytes: int | None, effective_batch_size: int | None, proof: str
     ) -> "Promise":
-        """What the probe or confirmation run `figures` leads to expect of the full run."""
+        """Expectations of the full run that follow from the probe or confirmation run `figures`."""
         alike = figures.steps_are_alike or not figures.step_s
         step_s = figures.median_step_s if alike else mean(figures.step_s)
         samples = figures.completions_per_step
@@ -63,7 +63,7 @@ _SIMULATED = " (simulated)"  # the end of a simulated card's name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A promised figure beside the actual one. `kept` is None where they cannot be compared; the text says why."""
+    """A promised figure beside the actual one. `kept` is None if they are incomparable; the text says why."""
 
     key: str  # device_used_bytes, step_s, samples_per_s, effective_batch_size or proof
     what: str  # the same in words
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """Both figures in one clause, or the reason why they are not compared."""
+        """Both figures in one clause, or the reason why they are left uncompared."""
         if self.key == "proof" and self.kept is not None:
             return self.actual_text
         actual, promised = _short(self.key, self.actual), _short(self.key, self.promised)
@@ -93,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actual:
-    """What a run did so far; None is "not measured"."""
+    """Figures of a run so far; None is "not measured"."""
 
     device: str  # cpu or cuda
     device_name: str = ""
@@ -106,14 +106,11 @@ class Actual:
     host_rss_bytes: int | None = None
     rescues: tuple[str, ...] = ()  # changes after an OOM, a sentence each
     same_gradient: bool = True  # False: a rescue went to a tier below neutral
-    of_trial: bool = True  # False: a script of one's own, whose recipe nobody compared with the trial's
+    of_trial: bool = True  # False: a script of one's own, whose recipe was not compared with the trial's
 
 
 def contract_of(folder: Path) -> tuple[Row, ...] | None:
-    """The rows of the run in `folder`, up to its last logged step; None for a run without a promise.
-
-    Those of its verdict once it has one.
-    """
+    """The rows of the run in `folder`, up to its last logged step, or those of its verdict; None if unpromised."""
     events = events_of(folder)
     last = next((e for e in reversed(events) if e.kind is Kind.VERDICT and "rows" in e.data), None)
     if last is not None:
@@ -126,14 +123,14 @@ def contract_of(folder: Path) -> tuple[Row, ...] | None:
 
 
 def verdict_of(folder: Path) -> str:
-    """The verdict of the run in `folder` as a sentence; "" before it ends, and for a run without a promise."""
+    """The verdict of the run in `folder` as a sentence; "" before it ends, and for an unpromised run."""
     return next((e.text for e in reversed(events_of(folder)) if e.kind is Kind.VERDICT), "")
 
 
 def actual_of(
     start: Mapping[str, object], lines: Sequence[Mapping[str, object]], events: Sequence[RunEvent]
 ) -> "Actual":
-    """What a run did: `start` is what the event of its start told, `lines` are its logged steps."""
+    """Figures of a run: `start` is the data of the event of its start, `lines` are its logged steps."""
     firsts = {e.step + 1 for e in events if e.kind is Kind.PROMISE and "promise" in e.data}
     rescues = [e for e in events if e.kind is Kind.RESCUE]
     return Actual(
@@ -177,7 +174,7 @@ def step_bound_frac(promise: Promise) -> float:
 
 
 def elsewhere(promise: Promise, actual: Actual) -> str:
-    """Why bytes and seconds of the run say nothing about the promise: it is for another device. "" where it is not."""
+    """Reason why the run's bytes and seconds are incomparable: the promise is for another device. "" if comparable."""
     promised, own = promise.device_name.removesuffix(_SIMULATED), actual.device_name or actual.device
     if actual.device == "cuda" and promise.fidelity == Fidelity.PREDICTED:
         card, _ = card_of(own)
@@ -237,7 +234,7 @@ def _batch_row(promise: Promise, actual: Actual) -> Row:
 
 
 def _proof_row(promise: Promise, actual: Actual) -> Row:
-    """The proof is of the trial's recipe, so the run keeps it as long as no rescue left the neutral tier."""
+    """The proof is of the trial's recipe, so the run keeps it until a rescue leaves the neutral tier."""
     kept: bool | None = actual.same_gradient
     text = "the same gradient after neutral rescues" if actual.rescues else "the same recipe"
     if not actual.same_gradient:
@@ -276,7 +273,7 @@ def _or_none(value: float | None, text: Callable[[Any], str], none: str = "unkno
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """What is known of a run when its training begins."""
+    """Facts of a run when its training begins."""
 
     folder: Path | None  # where its own files are; None for a user's own script
     trainer: str  # grpo, sft, ..., or the name of a trainer of one's own
@@ -303,7 +300,7 @@ class StepFacts:
 
 
 class Watcher:
-    """Every method says nothing here; a watcher overrides what it wants to look at, and is cheap: at most 1 % of a step
+    """Methods that emit no event; a watcher overrides some of them, and is cheap: at most 1 % of a step
     for all watchers together."""
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:

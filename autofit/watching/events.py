@@ -19,7 +19,7 @@ _WAITING: dict[Path, list[str]] = {}  # lines of this process that no disk has t
 
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
-    """Append `row` to `path`, after the rows that could not be written before; keeps it in memory if it cannot be."""
+    """Append `row` to `path`, after the rows that failed to be written before; keeps it in memory if this fails."""
     waiting = _WAITING.setdefault(path, [])
     waiting.append(json.dumps(row))
     try:
@@ -32,7 +32,7 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
 
 
 def _append_text(path: Path, text: str) -> None:
-    """All of `text` or nothing: what a full disk took of it is cut off again."""
+    """Append `text` atomically: a part written before the disk was full is cut off again."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         before = os.fstat(handle).st_size
@@ -52,7 +52,7 @@ PROGRESS = "progress.jsonl"  # the logged steps of a run, one line of JSON each 
 
 
 class Kind(StrEnum):
-    """What an event is about."""
+    """Subject of an event."""
 
     START = "start"  # what the run does, before its first step
     PROMISE = "promise"  # the promise of the search, and whether the run keeps it
@@ -66,7 +66,7 @@ class Kind(StrEnum):
     VERDICT = "verdict"  # the promise against the whole run
 
 
-# Events of the run's own life; the others are said again by the steps that a resumed run repeats.
+# Events of the run's own life; the others come again with the steps that a resumed run repeats.
 _LASTING = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT, Kind.RANK)
 
 
@@ -100,7 +100,7 @@ def events_of(folder: Path) -> list[RunEvent]:
 
 
 def stop_asked(folder: Path) -> RunEvent | None:
-    """The event that asked the run in `folder` to stop since it was last started or resumed; None: nothing did."""
+    """The event that asked the run in `folder` to stop since it was last started or resumed, if any did."""
     asked = None
     for event in events_of(folder):
         asked = None if event.kind is Kind.START else event if event.stop else asked
@@ -114,7 +114,7 @@ def forget_events_after(folder: Path, step: int) -> None:
 
 
 def read_lines(path: Path, *, most_bytes: int | None = None) -> list[dict[str, object]]:
-    """The JSON objects of a file, or at its end, one a line; a line that is none (torn by a kill) is skipped."""
+    """The JSON objects of a file, or at its end, one a line; other lines (torn by a kill) are skipped."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -138,7 +138,7 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def read_progress(folder: Path) -> list[dict[str, object]]:
-    """The logged steps so far, one dict each. A line without a step is skipped: torn, or still being written."""
+    """The logged steps so far, one dict each. A line that lacks a step is skipped: torn, or still being written."""
     return [line for line in read_lines(folder / PROGRESS) if type(line.get("step")) is int]
 
 

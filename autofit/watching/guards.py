@@ -15,8 +15,8 @@ from autofit.watching.thresholds import Guard, GuardCheck
 
 Points = Sequence[tuple[int, float]]  # (step, value), oldest first
 
-_TREND_POINTS = 50  # of which a trend is made: 50 take 0.3 ms
-_FALLS = 4.5  # deviations of noise from which a level is said to be worse: the worst of all splits is looked at
+_TREND_POINTS = 50  # points of a trend: 50 take 0.3 ms
+_FALLS = 4.5  # deviations of noise from which a level counts as worse: that of the worst of all splits
 _DRIFTS = 3.0
 _WIDE = 3.0  # times the way from the median to the highest tenth: beyond it lies 1 of 50 values of a skewed loss
 _HINT, _CLEAR = 1.0, 2.0  # a hint of a trend is enough for no alarm; to end one, it must stand out
@@ -25,7 +25,7 @@ _EARLY = 4  # the first fourth of a window is the level that a run began with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A metric is not as it should be."""
+    """A fault of a metric."""
 
     value: float  # its level
     since: int  # the step from which on it was so
@@ -35,24 +35,24 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What a check knows besides the last points."""
+    """Facts for a check in addition to the last points."""
 
     early: Points  # the first window of the run
     alarmed: bool = False
 
 
 def fault_of(guard: Guard, points: Points, past: Past) -> Fault | None:
-    """What is wrong with the metric at the last of `points`, after its `past`; None: nothing."""
+    """Fault of the metric at the last of `points`, after its `past`, if there is one."""
     return _CHECKS[guard.check](guard, points, past)
 
 
 def keeps(guard: Guard) -> int:
-    """How many points `fault_of` looks at, at most."""
+    """Number of points that `fault_of` looks at, at most."""
     return 2 * guard.window + guard.patience
 
 
 def every(guard: Guard) -> int:
-    """Logged steps between two looks: a trend of many steps is dear, and does not change in one."""
+    """Logged steps between two looks: a trend of many steps is dear, and changes slowly."""
     return max(1, guard.window // 10) if guard.check in (GuardCheck.STUCK, GuardCheck.DRIFTS) else 1
 
 
@@ -108,13 +108,13 @@ def _spikes(guard: Guard, points: Points, past: Past) -> Fault | None:
 
 
 def _usual(times: float, values: Sequence[float]) -> tuple[float, float]:
-    """The level of `values`, and the most that is no spike: more where one in ten of them is far above the level."""
+    """The level of `values`, and the upper bound of usual ones: more if one in ten of them is far above the level."""
     level, high = median(values), sorted(values)[9 * len(values) // 10]
     return level, max(times * level, level + _WIDE * (high - level))
 
 
 def _stuck(guard: Guard, points: Points, past: Past) -> Fault | None:
-    """No trend in the wanted direction, and no better level than at first; or a clear trend back."""
+    """A missing trend in the wanted direction, at the level of the start or worse; or a clear trend back."""
     recent = points[-guard.window :]
     found = _trend(recent) if len(recent) == guard.window else None
     if found is None:
@@ -146,7 +146,7 @@ def _turned(guard: Guard, recent: Points) -> Fault | None:
 
 
 def _turn(points: Points) -> int:
-    """Where `points` are split into the two parts whose means differ most for their sizes: never at the ends."""
+    """Index that splits `points` into the two parts whose means differ most for their sizes; both are non-empty."""
     n, sums = len(points), [*accumulate(value for _, value in points)]
 
     def gain(at: int) -> float:
@@ -196,7 +196,7 @@ _QUIET = 10  # healthy logged steps in a row that end an alarm, at least: one th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmChange:
-    """An alarm begins, or has ended: `until` is the last step that was not healthy."""
+    """An alarm begins, or has ended: `until` is the last unhealthy step."""
 
     fault: Fault
     until: int | None = None
@@ -256,7 +256,7 @@ class GuardWatcher(Watcher):
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:
         self._guards = tuple(guard for guard in self._guards if guard.generates in (None, run.generates))
-        for line in run.lines:  # an earlier start told what they had to tell
+        for line in run.lines:  # an earlier start reported their alarms
             self._changes(line)
         return ()
 

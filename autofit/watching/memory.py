@@ -21,12 +21,12 @@ from autofit.watching.projection import Coming, Crossing, Rhythm
 if TYPE_CHECKING:
     from autofit.watching.micro_batches import Gauge, MicroBatches
 
-_EVERY_STEP = 32  # so many steps are looked at one by one, then every eighth: they teach little
+_EVERY_STEP = 32  # steps looked at one by one, then every eighth: later ones teach little
 _SELDOM = 8
 
 
 class MemoryWatcher(Watcher):
-    """Warns before the limit is crossed; says nothing else. The limit: the promise's, else the whole card."""
+    """Warns before the limit is crossed, its only event. The limit: the promise's, else the whole card."""
 
     def __init__(self, gauge: "Gauge | None" = None) -> None:
         self._gauge = gauge
@@ -35,11 +35,11 @@ class MemoryWatcher(Watcher):
         self._trend, self._completions = Growth(), Growth()
         self._run: Watched | None = None
         self._steps = self._limit_bytes = self._outside_bytes = self._working_bytes = 0
-        self._told_visit = self._told_step = -1  # a longer one after it is told when it has passed
+        self._told_visit = self._told_step = -1  # a longer one after it is reported once this has passed
         self._told_leak = self._told_completions = False
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:
-        """Looks up which samples come at which step; nothing to say."""
+        """Look up the samples of each step; emits no event."""
         self.stop()
         if run.device != "cuda":
             return ()
@@ -135,7 +135,7 @@ class MemoryWatcher(Watcher):
         return ()
 
     def stop(self) -> None:
-        """Look no longer at the trainer's micro-batches."""
+        """Stop looking at the trainer's micro-batches."""
         if self._micro_batches is not None:
             self._micro_batches.stop()
         self._coming = self._micro_batches = self._run = None
@@ -185,7 +185,7 @@ def _completions(trainer: Any) -> str:
 
 
 def _advice(found: Crossing, trainer: Any) -> str:
-    """What to change: the samples' length where the trainer cuts them."""
+    """Advice: the samples' length if the trainer cuts them."""
     if hasattr(trainer.args, "max_completion_length"):
         return f"lower max_completion_length or per_device_train_batch_size, or leave out prompt {found.row:,}"
     if found.fitting_tokens is None or not hasattr(trainer.args, "max_length"):
@@ -194,7 +194,7 @@ def _advice(found: Crossing, trainer: Any) -> str:
 
 
 def leak_event(step: int, at_step: int, growth: float, projected: int, limit_bytes: int) -> RunEvent:
-    """The warning of bytes that are held and never freed."""
+    """The warning of bytes that are held for ever."""
     text = (
         f"memory will cross the limit of {format_bytes(limit_bytes)} at about step {at_step:,}: what is held between "
         f"steps grows by {format_bytes(round(growth))} a step; look for tensors that a reward function or a callback "
@@ -230,7 +230,7 @@ _kept = {_ALLOCATED: 0, _RESERVED: 0}
 
 
 def since_beginning() -> dict[str, int]:
-    """peak_allocated_bytes and peak_reserved_bytes since the run began; empty without a card."""
+    """peak_allocated_bytes and peak_reserved_bytes since the run began; empty on a machine that lacks a card."""
     if not torch.cuda.is_available():
         return {}
     found = _stats()
@@ -238,8 +238,8 @@ def since_beginning() -> dict[str, int]:
 
 
 def retries() -> dict[str, int]:
-    """alloc_retries: how often torch gave cached blocks back and tried again, since the run began; empty without a
-    card."""
+    """alloc_retries: number of times that torch gave cached blocks back and tried again, since the run began; {} on a
+    CPU."""
     return {"alloc_retries": int(_stats().get("num_alloc_retries", 0))} if torch.cuda.is_available() else {}
 
 
@@ -267,7 +267,7 @@ class CudaGauge:
         return _of(found, _ALLOCATED, "peak")
 
     def outside_bytes(self) -> int:
-        """Bytes in use on the card that torch's allocator does not hold: CUDA's context, other processes."""
+        """Bytes in use on the card outside torch's allocator: CUDA's context, other processes."""
         return max(0, self._used_bytes() - _of(_stats(), _RESERVED, "current"))
 
 
@@ -290,7 +290,7 @@ class CardPeak:
         self._most_outside, self._asked_at = 0, -_EVERY_S
 
     def bytes_at(self, peak_reserved_bytes: int) -> int:
-        """Device-used bytes at a peak of so many reserved ones; the bytes outside are at most a second old."""
+        """Device-used bytes at a peak of `peak_reserved_bytes`; the bytes outside are at most a second old."""
         now = time.monotonic()
         if now - self._asked_at >= _EVERY_S:
             self._most_outside, self._asked_at = max(self._most_outside, self._ask()), now
@@ -298,13 +298,13 @@ class CardPeak:
 
 
 def card_use() -> CardPeak | None:
-    """The use of this process' card; None where the driver does not tell it."""
+    """The use of this process' card, if the driver reports it."""
     used = _driver_bytes()
     return None if used is None else CardPeak(lambda: max(0, used() - torch.cuda.memory_reserved()))
 
 
 def _driver_bytes() -> Callable[[], int] | None:
-    """What asks the driver for the bytes in use on this process' card; None where it does not tell them."""
+    """Function that asks the driver for the bytes in use on this process' card, if the driver reports them."""
     import pynvml
 
     try:

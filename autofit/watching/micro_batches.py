@@ -62,7 +62,7 @@ class MicroBatches(TrainerCallback):  # type: ignore[misc]
         return found
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop looking."""
         self._stopped = True
         if self._handle is not None:
             self._handle.remove()
@@ -93,7 +93,7 @@ class MicroBatches(TrainerCallback):  # type: ignore[misc]
 
 
 def _embeddings(model: Any, look: Any) -> Any:
-    """The handle of a look at the tokens that the model is given; None for a model without an embedding of tokens."""
+    """The handle of a look at the tokens that the model is given, if it has an embedding of tokens."""
     try:
         found = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -119,7 +119,7 @@ class Visits:
 
 
 def visits_of(trainer: Any, *, epoch: int, most: int) -> Visits | None:
-    """The first `most` micro-batches of an epoch; None where lengths or order cannot be known before they train."""
+    """The first `most` micro-batches of an epoch, if their lengths and order are known before they train."""
     rows, loader = trainer.train_dataset, trainer.callback_handler.train_dataloader
     lengths = lengths_of(rows, trainer)
     sampler = getattr(loader, "batch_sampler", None)
@@ -171,7 +171,7 @@ def _drawn(sampler: Any, rows: Any, epoch: int, most: int) -> list[list[int]]:
 
 
 def _is_known_ahead(sampler: Any) -> bool:
-    """Whether a sampler has its order, or random numbers, of its own; others draw from torch's when an epoch begins."""
+    """True if a sampler has its order, or random numbers, of its own; others draw from torch's when an epoch begins."""
     own = getattr(sampler, "generator", None) is not None or any(hasattr(sampler, n) for n in ("initial_seed", "seed"))
     return own or isinstance(sampler, torch.utils.data.SequentialSampler)
 
@@ -200,7 +200,7 @@ def _first_batches(batches: Iterable[Sequence[int]], most: int) -> list[list[int
 
 # ---------------------------------------------------------------------- the lengths
 def lengths_of(rows: Any, trainer: Any) -> Counts | None:
-    """Tokens of each row of a training set, as the collator leaves them (rows,); None where only training shows them.
+    """Tokens of each row of a training set, as the collator leaves them (rows,); None if only training shows them.
 
     Prompts that the trainer tokenises by itself are counted in the order of their text's size, for two seconds at most:
     those that are not reached count 0 tokens, and are shorter texts than all that were.

@@ -1,4 +1,4 @@
-"""How far a run is: seconds left, tokens a second, memory, and levels and trends of its logged lines."""
+"""Progress of a run: seconds left, tokens a second, memory, and levels and trends of its logged lines."""
 
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -39,18 +39,18 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether noise alone could look like this."""
+        """True if noise alone could look like this."""
         return not (self.rises or self.falls)
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
-    """The trend of `points`, in the order of x; None for fewer than 8. The time grows with the square of the points."""
+    """The trend of 8 or more `points`, in the order of x, else None. Its time grows with the square of the points."""
     found = _slope_and_score(points) if len(points) >= _LEAST_POINTS else None
     return None if found is None else Trend(slope=found[0], z=found[1] / _deviation(len(points)))
 
 
 def _slope_and_score(points: Sequence[tuple[float, float]]) -> tuple[float, int] | None:
-    """(the median slope of all pairs, Kendall's S); None where all points are of the same x."""
+    """(the median slope of all pairs, Kendall's S); None if all points are of the same x."""
     import numpy as np  # ten times as fast here, and 0.1 s to load, which a command that shows no trend does not pay
 
     x, y = np.array(points, dtype=float).T
@@ -68,7 +68,7 @@ def _deviation(n: int) -> float:
 
 
 class Growth:
-    """What is held at the end of each step, and its growth: told apart from noise, and from what fills up once."""
+    """Amount held at the end of each step, and its growth: told apart from noise, and from a single filling up."""
 
     def __init__(self) -> None:
         self._points: list[tuple[int, int]] = []  # (step, held)
@@ -76,7 +76,7 @@ class Growth:
         self._count = 0
 
     def add(self, step: int, held: int) -> None:
-        """What was held after `step`, as bytes or any other amount."""
+        """Add the amount held after `step`, in bytes or any other unit."""
         self._count += 1
         if self._count % self._every:
             return
@@ -86,11 +86,11 @@ class Growth:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough is new since the last look."""
+        """True if enough is new since the last look."""
         return len(self._points) >= _LEAST_STEPS and self._count % (_EVERY * self._every) == 0
 
     def growth(self) -> float | None:
-        """The amount a step by which what is held grows; None where it does not, or not for sure.
+        """The amount a step by which the held amount grows, if it surely does.
 
         The median slope of all steps and of both halves by themselves: the least of the three, so memory that grows
         and then stays counts as none.
@@ -105,14 +105,14 @@ class Growth:
 
 
 def shift(before: Sequence[float], after: Sequence[float]) -> float:
-    """How surely `after` is higher than `before`, in standard deviations of pure noise (Mann and Whitney's U)."""
+    """Certainty that `after` is higher than `before`, in standard deviations of pure noise (Mann and Whitney's U)."""
     m, n, ordered = len(before), len(after), sorted(before)
     u = sum((bisect_left(ordered, a) + bisect_right(ordered, a)) / 2 for a in after)
     return (u - m * n / 2) / sqrt(m * n * (m + n + 1) / 12)
 
 
 def memory(noise: Sequence[float]) -> float:
-    """How much wider a mean of `noise` scatters because each value resembles the one before: 1 where none does.
+    """Factor by which a mean of `noise` scatters wider because each value resembles the one before: 1 if none does.
 
     From the correlation r of neighbours: sqrt((1 + r) / (1 - r)), as for noise of first order.
     """
@@ -132,7 +132,7 @@ _MEMORY = {  # the first that a line has; the host's memory stands for a device'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """Where a run is after its last logged line. None is "not known", or "not known yet"."""
+    """State of a run after its last logged line. None is "unknown", or "unknown yet"."""
 
     step: int
     last_step: int
@@ -147,7 +147,7 @@ class RunProgress:
 
 
 def progress_of(lines: Sequence[Mapping[str, object]]) -> RunProgress | None:
-    """The progress of a run with the logged `lines`, oldest first; None before the first line."""
+    """The progress of a run with the logged `lines`, oldest first, if there are any."""
     if not lines:
         return None
     recent, last = [*lines][-_WINDOW:], lines[-1]
@@ -192,7 +192,7 @@ def _figures(lines: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 
 def progress_words(line: Mapping[str, object]) -> list[str]:
-    """What a logged line of a watched run says of its progress: reward's trend, tokens/s, memory, time left."""
+    """Progress in a logged line of a watched run: reward's trend, tokens/s, memory, time left."""
     slope, tokens, eta = (_number(line, key) for key in ("reward_trend_per_100", "tokens_per_s", "eta_s"))
     words = [] if slope is None else [f"reward {_direction(slope)}"]
     words += [] if tokens is None else [f"{tokens:.4g} tokens/s"]

@@ -1,4 +1,4 @@
-"""How the bytes of micro-batches grow with their tokens, and the first one to come whose bytes cross a limit.
+"""Growth of the bytes of micro-batches with their tokens, and the first one to come whose bytes cross a limit.
 
 The model: the bytes that a micro-batch works with, above those held when it begins, are the largest of several amounts
 (attention, loss, a layer that is computed again, ...), each a constant that is not negative plus a part that grows with
@@ -32,14 +32,14 @@ class Size:
     square: int = 0
 
     def over(self, other: "Size") -> float:
-        """How many times larger than `other` this is: the larger of the ratios of tokens and squares."""
+        """Factor by which this is larger than `other`: the larger of the ratios of tokens and squares."""
         square = self.square / other.square if other.square else 0.0
         return max(self.tokens / max(1, other.tokens), square)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """Bytes of a micro-batch that was not trained yet: the estimate, and its upper bound under the model above."""
+    """Bytes of an untrained micro-batch: the estimate, and its upper bound under the model above."""
 
     estimate: float
     at_most: float
@@ -48,7 +48,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """What the bytes seen so far tell of other sizes. Making one takes some 100 microseconds, asking it a few."""
+    """Law of the bytes of other sizes, from those seen. Making one takes some 100 microseconds, asking it a few."""
 
     largest: Size
     largest_bytes: float
@@ -56,7 +56,7 @@ class Law:
 
     @classmethod
     def of(cls, seen: Mapping[Size, float]) -> "Law":
-        """The law of micro-batches of which at least one was `seen`."""
+        """The law of micro-batches, at least one of which was `seen`."""
         points = sorted(seen.items(), key=lambda point: point[0].tokens)
         # Of several amounts, the one that decides at the largest sizes decides beyond them: the upper half is fitted.
         line = _fit(points[-max(_LEAST, (len(points) + 1) // 2) :])
@@ -74,7 +74,7 @@ class Law:
 
 
 def _fit(points: Sequence[tuple[Size, float]]) -> tuple[float, float, float] | None:
-    """The least squares through `points`; None for too few, or for bytes that fall."""
+    """The least squares through `points`, if they are enough, and the bytes rise."""
     squared = any(size.square for size, _ in points)
     if len(points) < _LEAST:
         return None
@@ -89,7 +89,7 @@ def _fit(points: Sequence[tuple[Size, float]]) -> tuple[float, float, float] | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rhythm:
-    """How micro-batches make optimizer steps and rollouts, and where this start of the run begins."""
+    """Rhythm of micro-batches, optimizer steps and rollouts, and the place where this start of the run begins."""
 
     accumulation: int
     first_step: int  # finished steps before this start
@@ -103,7 +103,7 @@ class Rhythm:
         return self.first_step + (visit - self.first_micro_batch) // self.accumulation + 1
 
     def kind_of(self, visit: int) -> tuple[bool, bool]:
-        """(whether it is a step's first, without gradients of others; whether a rollout comes before it)."""
+        """(True if it is a step's first, before other gradients; True if a rollout comes before it)."""
         each = self.micro_batches_a_rollout
         return visit % self.accumulation == 0, each is not None and visit % each == 0
 
@@ -117,7 +117,7 @@ class Crossing:
     row: int
     tokens: int  # of its longest sample; with completions, as the micro-batch is padded
     before_bytes: int  # held when it begins, above those between steps: gradients of its step
-    projection: Projection  # of what it works with besides
+    projection: Projection  # of its working bytes besides
     largest_seen: int  # most tokens of a sequence so far
     fitting_tokens: int | None  # the longest sequence that stays within the limit; None: not even those seen
 
@@ -181,7 +181,7 @@ class Coming:
         return visits.total if self._rhythm.flat else visits.samples * visits.longest
 
     def learn(self, done: "MicroBatch") -> None:
-        """What a micro-batch took."""
+        """Learn the bytes of a micro-batch."""
         visit = self._rhythm.first_micro_batch + done.number
         self._next = visit + 1
         if visit >= len(self._visits.longest):
@@ -197,7 +197,7 @@ class Coming:
         seen.before_bytes = done.before_bytes
 
     def _compare(self, visit: int, done: "MicroBatch") -> None:
-        """How the shape that was trained differs from the lengths in the dataset."""
+        """Difference of the trained shape from the lengths in the dataset."""
         visits = self._visits
         named = int(visits.total[visit] if self._rhythm.flat else visits.longest[visit])
         self.completion_tokens = done.width - named
@@ -219,7 +219,7 @@ class Coming:
         return Size(sequences * width, sequences * width * width if self._rhythm.eager else 0)
 
     def is_due(self, finished_steps: int) -> bool:
-        """Whether the next step has a micro-batch that is longer than all before it."""
+        """True if the next step has a micro-batch that is longer than all before it."""
         visits = [next((v for v in visits if v >= self._next), None) for visits in self._records.values()]
         return any(v is not None and self._rhythm.step_of(v) <= finished_steps + 1 for v in visits)
 
@@ -276,7 +276,7 @@ class Coming:
         return high
 
     def _known(self, kind: tuple[bool, bool]) -> _Seen | None:
-        """What was seen of a kind; before any, of another, whose bytes are larger by the gradients it begins with."""
+        """The seen ones of a kind; before any, of another, whose bytes are larger by the gradients it begins with."""
         own = self._seen.get(kind)
         return own or max(self._seen.values(), key=lambda seen: seen.before_bytes, default=None)
 

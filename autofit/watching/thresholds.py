@@ -20,7 +20,7 @@ _FLOODS = re.compile(r"\d{3}|[{}]")  # a format of a hundred characters and more
 
 
 class GuardCheck(StrEnum):
-    """What a guard looks at; guards.yaml says it in full."""
+    """Property that a guard checks; guards.yaml explains each."""
 
     BAND = "band"
     FINITE = "finite"
@@ -67,7 +67,7 @@ class Guard:
         return any(fnmatchcase(metric, pattern) for pattern in self.metric)
 
     def part(self, metric: str) -> str:
-        """What the first * of the pattern stood for; the whole metric where there is none."""
+        """The text in place of the first * of the pattern; the whole metric if it has no *."""
         for pattern in self.metric:
             head, star, tail = pattern.partition("*")
             if star and fnmatchcase(metric, pattern):
@@ -75,7 +75,7 @@ class Guard:
         return metric
 
     def words(self, metric: str, value: float, *, seconds: float = 0.0, of_seconds: float = 0.0) -> str | None:
-        """The alarm in the words of `says`; None without them."""
+        """The alarm in the words of `says`, if it is set."""
         if self.says is None:
             return None
         return self.says.format(
@@ -95,7 +95,7 @@ class Guard:
 
 
 def read_guards(given: StatedGuards | None = None) -> tuple[Guard, ...]:
-    """autofit's guards with `given` laid over them: a file, or its content. "off" leaves none.
+    """autofit's guards with `given` laid over them: a file, or its content. "off" clears them.
 
     Raises ConfigError that names everything wrong in it.
     """
@@ -114,7 +114,7 @@ def read_guards(given: StatedGuards | None = None) -> tuple[Guard, ...]:
 
 
 def guards_of(recorded: object) -> tuple[Guard, ...]:
-    """The guards that a request recorded, as `Guard.to_json` says them; autofit's own where it recorded none."""
+    """The guards that a request recorded, in the form of `Guard.to_json`; autofit's own by default."""
     if not isinstance(recorded, list):
         return read_guards()
     return tuple(Guard.from_json(content) for content in recorded)
@@ -138,7 +138,7 @@ def _guards(content: Mapping[str, object], ours: Mapping[str, object], what: str
 
 
 def _faults(name: str, entry: object, ours: Mapping[str, object]) -> list[str]:
-    """What is wrong with the entry of one guard, a phrase each."""
+    """Faults in the entry of one guard, a phrase each."""
     if entry in (False, "off"):  # YAML reads `off` as false
         return [] if name in ours else [f"there is no such guard to turn off{nearest(name, ours)}"]
     if not isinstance(entry, dict):
@@ -165,7 +165,7 @@ def _missing(entry: Mapping[str, object]) -> list[str]:
 
 
 def _fault(key: str, value: object) -> list[str]:
-    """What is wrong with the value of `key`."""
+    """Faults in the value of `key`."""
     kind = _KINDS[key]
     if isinstance(kind, tuple):
         return [] if value in kind else [f"{key} must be {' or '.join(kind)}; got {value!r}{nearest(str(value), kind)}"]

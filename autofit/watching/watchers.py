@@ -1,6 +1,6 @@
 """The watchers of a full run, for a promoted run and for a callback in a script, and the summary of its start.
 
-That of its reward functions is here too: their seconds, what they return, and one clear reason where they fail.
+That of its reward functions is here too: their seconds, their results, and one clear reason where they fail.
 """
 
 import functools
@@ -42,7 +42,7 @@ _MOST_NAMES = 8  # of LoRA's targets
 
 
 class SummaryWatcher(Watcher):
-    """Tells once, when training begins, what is trained, how it is batched, and what memory was promised."""
+    """One event when training begins: the model, the batches, and the promised memory."""
 
     def __init__(self, guards: Sequence[Guard] = ()) -> None:
         self._guards = guards
@@ -55,7 +55,7 @@ class SummaryWatcher(Watcher):
 
 
 def facts_of(run: Watched, guards: Sequence[Guard] = ()) -> dict[str, str]:
-    """{what: in words} of a run that begins; a key is missing where nothing is known."""
+    """{subject: words} of a run that begins; unknown ones are left out."""
     trainer = run.hf_trainer
     own = {} if trainer is None else _of_trainer(trainer, run)
     facts = {
@@ -176,7 +176,7 @@ def _saves(args: Any) -> str:
 
 
 def _batch(run: Watched) -> str:
-    """Effective batch = micro-batch × accumulation × ranks, in the words of what is trained."""
+    """Effective batch = micro-batch × accumulation × ranks, in the trainer's words."""
     word = "completions" if run.generates else "samples"
     args = getattr(run.hf_trainer, "args", None)
     if args is None:
@@ -240,7 +240,7 @@ _FIRST_LOOK = 5  # steps after the first one of a start, then twice as many, and
 
 
 class ContractWatcher(Watcher):
-    """Holds a run against its promise; says nothing of a run without one."""
+    """Holds a run against its promise, if it has one."""
 
     def __init__(self) -> None:
         self._promise: Promise | None = None
@@ -248,7 +248,7 @@ class ContractWatcher(Watcher):
         self._step_s: list[float] = []
         self._seen = 0  # steps of this start
         self._look_at = _FIRST_LOOK
-        self._told: set[str] = set()  # rows that are told as broken
+        self._told: set[str] = set()  # rows reported as broken
         self._step = 0
         self._card: CardPeak | None = None
         self.of_trial = True  # False: a script's run, not that of a trial's own recipe
@@ -256,7 +256,7 @@ class ContractWatcher(Watcher):
         self.verdict = ""  # "" before the end
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:
-        """The promise in one sentence, with what is known of the run in its data."""
+        """The promise in one sentence, with facts of the run in its data."""
         self._promise, self._step = run.promise, run.first_step
         self._card = card_use() if run.device == "cuda" else None
         if run.promise is None:
@@ -303,7 +303,7 @@ class ContractWatcher(Watcher):
         return {} if used is None else {"device_used_bytes": used}
 
     def logs(self, line: Mapping[str, object]) -> Iterable[RunEvent]:
-        """Nothing to say: the process' resident bytes are kept for a device that measures no others."""
+        """Records resident bytes, the only memory figure on a CPU. Emits no event."""
         rss = line.get("host_rss_bytes")
         if isinstance(rss, int) and rss > (self._actual.host_rss_bytes or 0):
             self._actual = replace(self._actual, host_rss_bytes=rss)
@@ -325,7 +325,7 @@ class ContractWatcher(Watcher):
 
 
 def promise_text(promise: Promise, word: str, elsewhere: str = "") -> str:
-    """The promise as one sentence; `word` says what a step trains on: samples or completions."""
+    """The promise as one sentence; `word` names the samples of a step: samples or completions."""
     used, limit, step_s = promise.device_used_bytes, promise.limit_bytes, promise.step_s
     parts = [
         "" if used is None else f"{format_bytes(used)} device-used"
@@ -339,7 +339,7 @@ def promise_text(promise: Promise, word: str, elsewhere: str = "") -> str:
 
 
 def _start(run: Watched, promise: Promise) -> dict[str, object]:
-    """What the start of a run tells of it, as JSON: all that `contract_of` needs besides its logged steps."""
+    """Facts at the start of a run, as JSON: all that `contract_of` needs besides its logged steps."""
     own, ranks, text = _factors(run)
     whole = own * ranks
     return {
@@ -360,7 +360,7 @@ def _factors(run: Watched) -> tuple[int, int, str]:
 
 
 def _device_name(device: str) -> str:
-    """What a probe on this device would call it."""
+    """Name of this device in the results of a probe."""
     from autofit.probing.memory import cpu_name  # imports torch, as a run has anyway
 
     if device == "cpu":
@@ -480,7 +480,7 @@ class RewardWatcher(Watcher):
             self._calls[name].seconds += time.monotonic() - began
 
     def _checked(self, name: str, returned: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-        """What the function returned, as a list. Raises RewardFault if it is not a reward for each completion."""
+        """The function's result, as a list. Raises RewardFault unless it is a reward for each completion."""
         wanted = len(kwargs.get("completions", ()))
         try:
             rewards = list(returned)
@@ -503,8 +503,8 @@ class RewardWatcher(Watcher):
         )
 
     def _look(self, folder: Path) -> None:
-        """Tell of calls that take long while they run: a function that never returns would be waited for in silence."""
-        told: dict[tuple[str, float], float] = {}  # by name and begin, seconds when it is told next
+        """Report slow calls while they run: a function that hangs would be waited for in silence."""
+        told: dict[tuple[str, float], float] = {}  # {(name, begin): seconds of its next report}
         while not self._ended.wait(_LOOK_EVERY_S):
             for name, began in [*self._running.items()]:
                 seconds = time.monotonic() - began
@@ -549,7 +549,7 @@ def _is_reward(value: Any) -> bool:
 
 
 def _is_model(function: object) -> bool:
-    """Whether it is a reward model: TRL calls it otherwise."""
+    """True if it is a reward model: TRL calls it otherwise."""
     from torch import nn
 
     return isinstance(function, nn.Module)

@@ -30,7 +30,7 @@ _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MOST_LIST = 64
-# Far above what is trained with: a larger number would only keep the page busy.
+# Far above trained lengths: a larger number would only keep the page busy.
 _MOST = {
     "per_device_train_batch_size": 1024, "per_gpu_train_batch_size": 1024, "gradient_accumulation_steps": 4096,
     "steps_per_generation": 4096, "generation_batch_size": 65_536, "num_generations": 1024, "num_iterations": 64,
@@ -47,7 +47,7 @@ _FILES = ("deepspeed", "fsdp_config", "accelerator_config", "config_file", "acce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """A recipe that reaches no code, file or address, and what was left out or replaced, a sentence each."""
+    """A recipe cut off from code, files and addresses, and the parts left out or replaced, a sentence each."""
 
     values: dict[str, object]
     notes: tuple[str, ...]
@@ -59,7 +59,7 @@ def allowed(
     """`values` as far as a stranger's may go. `model` is the folder of a pasted config, in place of the named model.
 
     Settings of the list for the `trainer` alone are allowed too. `known` are the keys that it takes; the name of any
-    other goes on without its value, for the trainer to say what it is called. Raises ConfigError for a model, a file or
+    other goes on without its value, for the trainer to suggest its real name. Raises ConfigError for a model, a file or
     a value that cannot be simulated here.
     """
     taken, found, notes, left = frozenset(known), dict[str, object](), list[str](), list[str]()
@@ -89,7 +89,7 @@ def allowed(
         elif key in taken:
             left.append(key)
         else:
-            found[key] = None  # the trainer says what is wrong with the key
+            found[key] = None  # the trainer reports the error of the key
     if model is not None and not _MODELS & values.keys():
         found["model_name_or_path"] = model
     if left:
@@ -290,7 +290,7 @@ def _is_config(text: str) -> bool:
 
 
 def write_config(text: str, folder: Path) -> tuple[str, tuple[str, ...]]:
-    """(folder with the config.json in `text`, notes of what was left out). Raises ConfigError for what is no config."""
+    """(folder with the config.json in `text`, notes on the parts left out). Raises ConfigError for any other text."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

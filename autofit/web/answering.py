@@ -1,6 +1,6 @@
 """The answer to one question, in a process of its own that the page's server ends after its time.
 
-It tells what it finds, a JSON object a line, in a file that the server reads meanwhile: plain values, with the words
+It writes its findings, a JSON object a line, to a file that the server reads meanwhile: plain values, with the words
 that the commands print.
 """
 
@@ -96,7 +96,7 @@ def batch_words(recipe: Recipe) -> str:
 
 
 def _model(recipe: Recipe, given: Mapping[str, object]) -> str:
-    """The model's name; of a pasted config what the recipe calls it, and never the place of a file."""
+    """The model's name; for a pasted config its name in the recipe, as the place of a file stays hidden."""
     return str(given.get("model_name_or_path") or "the pasted model") if recipe.model.startswith("/") else recipe.model
 
 
@@ -119,7 +119,7 @@ def _phases(result: ProbeResult, context_bytes: int, capacity_bytes: int) -> lis
 
 
 def advice_told(advice: Advice, check: Check) -> Told:
-    """What would make it fit, or faster; another card; and the words for both."""
+    """Changes that would make it fit, or faster; another card; and the words for both."""
     result, recipe = check.result, check.recipe
     step_s = result.median_step_s
     card, stated = advice.card, stated_by(recipe)
@@ -166,7 +166,7 @@ def card_told(offer: Offer, spec: GpuSpec, price: Price | None, recipe: Recipe) 
 
 
 def explained_told(found: Explanation, why: str) -> Told:
-    """What another tool's file says, and why it cannot be simulated."""
+    """Contents of another tool's file, and the reason why its simulation is impossible."""
     facts = [[line.name, line.text] for line in found.lines if line.name != NOT_SIMULATED]
     return {"is": "explained", "tool": found.tool, "why": why, "facts": facts, "wrong": list(found.wrong),
             "unread": list(found.unread)}  # fmt: skip
@@ -217,7 +217,7 @@ def run(request_path: str) -> int:
 
 
 def _words(error: AutofitError) -> str:
-    """What an error says, with the page's fields for options of the commands."""
+    """Text of an error, with the page's fields for options of the commands."""
     return one_line(error.told(lambda found: _FIELDS.get(found.name, str(found))), 600)
 
 
@@ -262,7 +262,7 @@ def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[s
 
 
 def _launch(question: Question, recipe: Source) -> LaunchOptions:
-    """What the page says of the launch. A chosen sharing keeps the recipe's ranks: its config has 8 of its own."""
+    """Launch options from the page. A chosen sharing keeps the recipe's ranks: its config has 8 of its own."""
     gpus = question.count if question.kind == "check" else None
     if not question.sharing:
         return LaunchOptions(gpus=gpus)
@@ -275,7 +275,7 @@ def _launch(question: Question, recipe: Source) -> LaunchOptions:
 
 
 def _explained(path: Path) -> Explanation | None:
-    """What a file says that is not simulated; None where that is not known either."""
+    """Contents of a file that is only explained, not simulated, if they are known."""
     try:
         return explain(path)
     except ConfigError:
@@ -297,9 +297,9 @@ def _allowed(given: Mapping[str, object], trainer: str, question: Question, fold
 
 
 def _tokens(trainer: str, values: Mapping[str, object]) -> int | None:
-    """Tokens of the longest prompt or sample, where nobody says: as many as the recipe keeps of a sample.
+    """Tokens of the longest prompt or sample, by default: as many as the recipe keeps of a sample.
 
-    None where it has the length of its prompts itself, as an older TRL's recipe may.
+    None if it has the length of its prompts itself, as an older TRL's recipe may.
     """
     most = values.get("max_length")
     if profile(trainer).generates:

@@ -1,4 +1,4 @@
-"""The page's server: a few fixed files, and questions whose answers come line by line. It keeps no log."""
+"""The page's server: a few fixed files, and questions whose answers come line by line. Logging is off."""
 
 import io
 import json
@@ -94,7 +94,7 @@ class Full(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class ArrivalQueue:
-    """Places in the order of arrival, of which the first `at_once` have their turn."""
+    """Places in the order of arrival; the first `at_once` have their turn."""
 
     at_once: int
     waiting: int
@@ -141,21 +141,21 @@ Lines = Generator[Mapping[str, object] | None, None, None]
 
 
 class Answers(Protocol):
-    """What answers questions (autofit.web.simulator)."""
+    """Object that answers questions (autofit.web.simulator)."""
 
     def answer(self, question: Question) -> Lines: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may ask. A page of another site must not reach a server on 127.0.0.1 by a name that it has bound to it."""
+    """Rules of access. A page of another site is kept from a server on 127.0.0.1 by a name that it has bound to it."""
 
     hosts: frozenset[str]  # names that a browser may ask for, without their port; empty: any
     framed_by: str = "'self'"  # of the policy: who may show the page inside of theirs
     behind_proxy: bool = False  # the last address of X-Forwarded-For is the asker's
 
     def refusal(self, host: str, origin: str | None) -> str | None:
-        """Why a request for `host` from a page of `origin` is refused; None where it is not."""
+        """Reason why a request for `host` from a page of `origin` is refused, if it is."""
         if self.hosts and re.sub(r":[0-9]{1,5}$", "", host.lower()) not in self.hosts:
             return "this server answers to its own address only"
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
@@ -173,7 +173,7 @@ class Connections:
     _asked: set[socket.socket] = field(default_factory=set)
 
     def take(self, connection: socket.socket, address: str) -> bool:
-        """Whether there is a place; the oldest request of the address with most of them loses its own for it."""
+        """True if there is a place; the oldest request of the address with most of them loses its own for it."""
         with self._lock:
             if len(self._arriving) + len(self._asked) >= self.most:
                 if not self._arriving:
@@ -187,7 +187,7 @@ class Connections:
             return True
 
     def has_asked(self, connection: socket.socket) -> bool:
-        """Whether the connection, whose request has arrived, still has its place; it keeps that until its end."""
+        """True if the connection, whose request has arrived, still has its place; it keeps that until its end."""
         with self._lock:
             if self._arriving.pop(connection, None) is None:
                 return connection in self._asked
@@ -220,7 +220,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(address, Handler)
 
     def prepare(self, questions: Iterable[Question]) -> None:
-        """Answer the questions once, each in its turn, so that whoever asks them next waits for nothing."""
+        """Answer the questions once, each in its turn, so that their next answers come at once."""
         for question in questions:
             with suppress(Full), self.line.turn("", waits=lambda _: None):
                 for _ in self.answers.answer(question):
@@ -274,7 +274,7 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_InTime(self.connection, self.server.limits.request_s))
 
     def log_message(self, *_: object) -> None:
-        """Nothing: who asked what is nobody's business."""
+        """Drops the message: a visitor's questions are private."""
 
     # -- the files -----------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(question)
 
     def _question(self) -> Question | None:
-        """The question in the body; None once it is refused."""
+        """The question in the body, unless it is refused."""
         told, most = self.headers.get("Content-Length", ""), self.server.limits.body_bytes
         if "Transfer-Encoding" in self.headers or not told.isdecimal():
             self._refuse(HTTPStatus.LENGTH_REQUIRED, "a question must say its Content-Length")
@@ -353,7 +353,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error), 10.0)
 
     def _say(self, line: Mapping[str, object] | None) -> None:
-        """One line of JSON; an empty one tells whether somebody still listens. Raises OSError where nobody does."""
+        """Send one line of JSON; an empty one tests the connection. Raises OSError if the other end has left."""
         if not self._streams:
             self._streams = True
             self._head(HTTPStatus.OK, "application/x-ndjson; charset=utf-8", None)
@@ -363,7 +363,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _has_left(self) -> bool:
-        """Whether the other end closed the connection: a browser whose page was left, or who asks anew."""
+        """True if the other end closed the connection: a browser whose page was left, or who asks anew."""
         try:
             self.connection.settimeout(0)
             return len(self.connection.recv(1, socket.MSG_PEEK)) == 0
@@ -391,7 +391,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """As all refusals, for requests that http.server refuses itself: no word of theirs comes back."""
+        """A plain refusal, for requests that http.server refuses itself: the status phrase replaces its message."""
         self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
 
     def _head(self, status: HTTPStatus, kind: str, length: int | None, wait_s: float = 0.0) -> None:

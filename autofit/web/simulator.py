@@ -82,10 +82,10 @@ _KEYS = ("kind", "text", "config", "trainer", "card", "count", "sharing", "token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked. Its changes are settings of the recipe, of which None removes one."""
+    """A question of the page. Its changes are settings of the recipe; None removes one."""
 
     text: str  # a YAML, or a command
-    kind: str = "check"  # whether it runs on the card, or on which of the usual cards
+    kind: str = "check"  # check: on one card; else on which of the usual cards
     config: str = ""  # config.json of a model that the catalogue lacks
     trainer: str | None = None  # None: found by the recipe's keys
     card: str = "a100-80gb"
@@ -99,7 +99,7 @@ class Question:
 
     @classmethod
     def from_json(cls, given: object) -> "Question":
-        """The question that a browser sent. Raises ConfigError for what is none."""
+        """The question that a browser sent. Raises ConfigError for anything else."""
         if not isinstance(given, dict) or not isinstance(given.get("text"), str):
             raise ConfigError("a question must be a JSON object with a text")
         unknown = [str(key) for key in given if key not in _KEYS]
@@ -161,7 +161,7 @@ _PASSED = (
 
 
 class WarmServer(ForkServer):
-    """A fork server whose files are in `home`, with no hub, no home of the user's, no secrets, and bounded memory."""
+    """A fork server with files in `home`: cut off from the hub, the user's home and secrets, with bounded memory."""
 
     def __init__(self, home: Path, *, memory_bytes: int) -> None:
         self.socket_path = str(home / "warm" / "socket")
@@ -177,7 +177,7 @@ class WarmServer(ForkServer):
 
     @property
     def pid(self) -> int:
-        """Its process, of which those of the simulations are forks."""
+        """Its process, whose forks run the simulations."""
         return self._server.pid
 
     def call(self, message: Mapping[str, object]) -> ProcessEnding:
@@ -187,7 +187,7 @@ class WarmServer(ForkServer):
         return self._server.poll() is None
 
     def is_ready(self) -> bool:
-        """Whether it has loaded its libraries; waits until it has, or has failed to."""
+        """True if it has loaded its libraries; waits until it has, or has failed to."""
         while self.lives() and not Path(self.socket_path).exists():
             try:
                 self._server.wait(0.05)
@@ -215,7 +215,7 @@ class Shared(ForkServer):
         return True
 
     def close(self) -> None:
-        """Nothing: it is another's."""
+        """Leaves the server to its owner."""
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -230,7 +230,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 class Simulator:
-    """A fork server, with a home that is deleted when it is closed: nothing of a question outlives the server."""
+    """A fork server, with a home that is deleted when it is closed, with all traces of questions."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -246,7 +246,7 @@ class Simulator:
         self.close()
 
     def close(self) -> None:
-        """End all answers and the server, and delete what they wrote."""
+        """End all answers and the server, and delete their files."""
         for calling in list(self._calls):
             calling.cancel()
         for calling in list(self._calls):
@@ -265,20 +265,20 @@ class Simulator:
 
     @property
     def pid(self) -> int:
-        """The process of which those of the answers are forks."""
+        """The process whose forks make the answers."""
         return self._server.pid
 
     def is_ready(self) -> bool:
-        """Whether the libraries are loaded; waits until they are."""
+        """True if the libraries are loaded; waits until they are."""
         return self._server.is_ready()
 
     @property
     def last_words(self) -> str:
-        """What its server printed last, as `; it printed last: "..."`; "" for nothing."""
+        """The last line that its server printed, as `; it printed last: "..."`; "" if it is missing."""
         return last_words(self.home / "server.log")
 
     def answer(self, question: Question) -> Generator[Line | None, None, None]:
-        """The lines of the answer as they are found, and None every second without one. Closing it ends the answer."""
+        """The lines of the answer as they are found, and None every idle second. Closing it ends the answer."""
         self._trim()
         folder = Path(tempfile.mkdtemp(prefix="answer-", dir=self._scratch.path))
         (folder / TOLD).touch()

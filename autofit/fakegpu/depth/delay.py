@@ -28,7 +28,7 @@ def _later(one: Row, other: Row) -> Row:
 
 
 class FollowedLayers(Protocol):
-    """What the clock reads of a `LayerRecorder`."""
+    """The part of a `LayerRecorder` that the clock reads."""
 
     @property
     def last_code(self) -> int: ...
@@ -57,7 +57,7 @@ class Delay(NamedTuple):
 
     @property
     def inside_s(self) -> float:
-        """Seconds of the host or of the kernels, whichever take longer, without waits for each other."""
+        """Seconds of the host or of the kernels, whichever take longer, leaving out waits for each other."""
         return max(self.host[_HOST], self.gpu[_GPU])
 
     def then(self, later: Delay) -> Delay:
@@ -218,7 +218,7 @@ class LayerClock(Clock):
             self._rows[lane] = _later(self._rows[lane], row)
 
     def play(self, stretches: Sequence[tuple[int, Delay]], *, times: int = 1) -> None:
-        """Append segments of time without a traced kernel, which happen `times` times in a row."""
+        """Append segments of time outside traced kernels, which happen `times` times in a row."""
         start = self.cut()
         self.stretches += stretches
         if times > 1:

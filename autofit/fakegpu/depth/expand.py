@@ -150,7 +150,7 @@ def _deep(run: Run, layers: LayerRecorder, shares: Mapping[int, Mapping[int, int
 
 
 def _canonical_order(ids: Ints, nbytes: Ints, tags: Ints, marks: Sequence[int]) -> Ints:
-    """Sort consecutive frees outside the layers, with no mark between them, by (layer, allocation order).
+    """Sort consecutive frees outside the layers, all between two marks, by (layer, allocation order).
 
     The allocator's state does not depend on the order of consecutive frees. torch frees some sets in the order of their
     addresses (autocast's copies of weights), which is arbitrary.
@@ -243,7 +243,7 @@ def find_sweeps(tags: Ints, stacks: Sequence[Stack], taken: npt.NDArray[np.bool_
 
 
 def _continues(runs: list[tuple[int, int, int]], layer: int, period: int) -> bool:
-    """Whether a sweep over these layers can visit `layer` next (within a period, layers without events are skipped)."""
+    """True if a sweep over these layers can visit `layer` next (within a period, layers free of events are skipped)."""
     first, last = runs[0][0], runs[-1][0]
     ahead = layer - last if last >= first else last - layer
     return layer == last or 0 < ahead <= period or (first == last and 0 < -ahead <= period)
@@ -443,7 +443,7 @@ class Expansion:
         return np.where(use_near, near, far), np.where(use_near, moved_near, moved_far)
 
     def _check_repetitions(self, run: Run) -> None:
-        """Raise unless each storage is freed in all repetitions or in none."""
+        """Raise unless each storage is either freed in all repetitions or kept in all."""
         given = run.ids[run.nbytes < 0]
         counts = np.bincount(given[given >= self._step] % max(self._step, 1), minlength=self._step)
         units = np.asarray([stack.units for stack in self._stacks])[self._stack_of(np.arange(self._step))]
@@ -501,7 +501,7 @@ def check_storages(run: Run) -> None:
 
 
 class RoundsDifferError(NotRepeatingError):
-    """What was left out cannot be repeated: it has to be traced."""
+    """The parts left out fail to repeat: they have to be traced."""
 
 
 class LeftOut(NamedTuple):
@@ -528,7 +528,7 @@ def with_rounds(run: Run, left_out: Sequence[LeftOut]) -> Run:
 
 
 def without_marks(run: Run, dropped: set[int]) -> Run:
-    """The run without the marks of these numbers."""
+    """The run less the marks of these numbers."""
     return replace(run, marks=tuple(mark for number, mark in enumerate(run.marks) if number not in dropped))
 
 
@@ -577,12 +577,12 @@ class _Repetition:
 
     @property
     def _base(self) -> int:
-        """The first number that no storage of the run has."""
+        """The first number above those of the run's storages."""
         return int(self.whole.ids.max()) + 1
 
     @property
     def _left_behind(self) -> Ints:
-        """Places, from the start of the stretch, of what it takes and does not give back."""
+        """Places, from the start of the stretch, of the storages that it takes and keeps."""
         taken = np.flatnonzero(self.whole.nbytes[self.start : self.end] > 0)
         given = self.back[(self.whole.nbytes[self.start : self.end] < 0) & (self.back >= 0)]
         return np.setdiff1d(taken, given)
@@ -605,7 +605,7 @@ class _Repetition:
         ))  # fmt: skip
 
     def _streams(self, copies: Ints) -> dict[int, int]:
-        """The stream of each storage of the stretches that were left out, where it is not the main one."""
+        """The streams, if other than the main one, of the storages of the stretches that were left out."""
         streams, ids = self.whole.streams, self.whole.ids[self.start : self.end].tolist()
         places = [place for place, id_ in enumerate(ids) if id_ in streams] if streams else []
         return {int(copy): streams[ids[place]] for place in places for copy in copies[:, place]}

@@ -167,7 +167,7 @@ class LayerRecorder:
 
     # ------------------------------------------------------------------ whose
     def give(self, tensor: torch.Tensor, code: int) -> None:
-        """Attribute a tensor, on the card or not, to the layer of `code`."""
+        """Attribute a tensor, wherever it is, to the layer of `code`."""
         cast("Any", tensor)._autofit_layer = code
         if self.host is not None:
             self.host.give(tensor, code)
@@ -176,7 +176,7 @@ class LayerRecorder:
             self.memory.allocations[index].layer = code
 
     def lend(self, view: torch.Tensor, code: int) -> None:
-        """Attribute a view of a tensor of several layers to the layer of `code`, and not what it is a view of."""
+        """Attribute a view of a tensor of several layers to the layer of `code`, leaving its base as it is."""
         cast("Any", view)._autofit_layer = code
 
     def of(self, tensor: torch.Tensor) -> int:
@@ -219,7 +219,7 @@ class LayerRecorder:
                     self.shares[index] = {k: int(v * scale) for k, v in self.shares[source].items()}
 
     def _is_whole(self, tensor: torch.Tensor, index: int) -> bool:
-        """Whether a tensor is all of its storage, and not a part that DDP copies back out of a flat buffer."""
+        """True if a tensor is all of its storage; False for a part that DDP copies back out of a flat buffer."""
         return tensor.numel() * tensor.element_size() == self.memory.allocations[index].nbytes
 
     def _add_shares(self, index: int, parts: Sequence[object]) -> None:
@@ -322,19 +322,19 @@ class LayerRecorder:
         return tag.stack, self.stacks[tag.stack].unit(tag.layer)
 
     def period_of(self, code: int) -> int:
-        """How many layers a unit has of which the layer `code` is one; 0 outside the middle layers."""
+        """Number of layers in the unit of the layer `code`; 0 outside the middle layers."""
         return self.stacks[Tag.decode(code).stack].period if self._is_middle(code) else 0
 
     def growth_of(self, code: int) -> float:
-        """How many tensors one of the layer `code` is at full depth."""
+        """Number of tensors at full depth for one of the layer `code`."""
         return self.stacks[Tag.decode(code).stack].growth if self._is_middle(code) else 1.0
 
     def growth_of_module(self, module: torch.nn.Module) -> float:
-        """How many modules one is at full depth."""
+        """Number of modules at full depth for this one."""
         return self.growth_of(self._owner.get(module, 0))
 
     def growth_of_tensor(self, tensor: torch.Tensor) -> float:
-        """How many tensors one is at full depth."""
+        """Number of tensors at full depth for this one."""
         return self.growth_of(self.of(tensor))
 
 

@@ -25,7 +25,7 @@ _own_blocks = [0]  # that are open
 
 @contextmanager
 def own_work() -> Iterator[None]:
-    """Block in which Python that goes over modules is the simulation's own, and takes the simulated host no time."""
+    """Block in which Python that goes over modules is the simulation's own, and free on the simulated host."""
     _own_blocks[0] += 1
     try:
         yield
@@ -34,7 +34,7 @@ def own_work() -> Iterator[None]:
 
 
 def is_own_work() -> bool:
-    """Whether such a block is open."""
+    """True if such a block is open."""
     return bool(_own_blocks[0])
 
 
@@ -47,11 +47,11 @@ Fingerprint = tuple[object, ...]
 
 
 class NotRepeatingError(FakeGpuError):
-    """This run cannot be expanded: its layers, or the events of its layers, do not repeat."""
+    """This run is impossible to expand: its layers, or the events of its layers, fail to repeat."""
 
 
 class LongerPatternError(NotRepeatingError):
-    """The same of this run, but not of one whose units have two layers or more."""
+    """The same of this run, while one whose units have two layers or more may repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def plan_stack(config: Any, *, pattern: int = 1) -> Stack:
 
 
 def _repeats(layers: Sequence[int], first: int, period: int) -> int:
-    """How often the `period` layers from `first` on come one after another; the last layer is left over."""
+    """Number of times that the `period` layers from `first` on follow one another; the last layer is left over."""
     equal = first
     while equal + period < len(layers) - 1 and layers[equal] == layers[equal + period]:
         equal += 1
@@ -117,7 +117,7 @@ def _repeats(layers: Sequence[int], first: int, period: int) -> int:
 
 
 def layer_prints(config: Any) -> list[Fingerprint]:
-    """The fingerprint of each layer of a transformers text config's model. Raises NotRepeatingError where it has none.
+    """The fingerprint of each layer of a transformers text config's model. Raises NotRepeatingError if it lacks one.
 
     Equal layers have equal fingerprints, wherever they are.
     """
@@ -165,7 +165,7 @@ def _read_prints(config: Any) -> tuple[list[Fingerprint], Fingerprint]:
 
 @own_work()
 def fingerprint(layer: torch.nn.Module) -> Fingerprint:
-    """Classes, shapes and plain settings of all modules in a layer, without layer numbers."""
+    """Classes, shapes and plain settings of all modules in a layer, leaving out layer numbers."""
     found: list[object] = []
     for name, module in layer.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool, type(None)))}
@@ -256,7 +256,7 @@ _FULL_CONFIGS: dict[int, Any] = {}
 
 
 def stack_of(config: Any) -> Stack | None:
-    """The stack of a shrunken text config; None for any other config."""
+    """The stack of a text config, if it is a shrunken one."""
     plan = getattr(config, _PLAN, None)
     return None if plan is None else Stack(**{k: v for k, v in plan.items() if k != "full"})
 

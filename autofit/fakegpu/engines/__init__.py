@@ -1,1 +1,1 @@
-"""Rollout engines: how they schedule sequences, what their kernels take, and the memory that they hold. No torch."""
+"""Rollout engines: the scheduling of sequences, the seconds of their kernels, and their memory. Free of torch."""

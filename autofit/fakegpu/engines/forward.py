@@ -1,6 +1,6 @@
 """Seconds of one forward pass of an engine, from the kernels that it launches, at any number of tokens.
 
-Products and attention take what was measured on the card. vLLM compiles what is between them into one kernel each:
+Products and attention take the seconds measured on the card. vLLM compiles each part between them into one kernel:
 a sum with a norm, rotary embedding with the norms of queries and keys, and the activation of the MLP; the cache is
 written by a kernel of its own (vllm/compilation, RMSNorm and SiluAndMul of vllm/model_executor/layers).
 """
@@ -144,7 +144,7 @@ def facts_from_json(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Batch(NamedTuple):
-    """What one pass computes, one entry a pass.
+    """The work of passes, one entry a pass.
 
     `decoding` sequences have one token each, which attends to `context` tokens; `prefilling` sequences have `queries`
     tokens each, which attend to `keys` tokens on average.
@@ -234,7 +234,7 @@ class Forward:
         return np.asarray(into + acted + self.product(rows, hidden, width) + adapters)
 
     def _adapted(self, rows: Floats, n: int, k: int, slices: int) -> Floats:
-        """What adapters add to a product of (rows, k) x (k, n), which stands for so many that are merged.
+        """Seconds that adapters add to a product of (rows, k) x (k, n), which stands for `slices` merged ones.
 
         Three kernels: a float32 buffer is cleared, the inputs are multiplied into it, and it is multiplied into the
         outputs (vllm/lora/punica_wrapper/punica_gpu.py, add_lora_linear).
@@ -332,7 +332,7 @@ class PagedBatching:
 
     # ------------------------------------------------------------------ memory
     def cache_bytes(self, held: Floats | float) -> Floats:
-        """Bytes that the cache and its tensors may take if torch holds `held` bytes, all of which are taken."""
+        """Bytes that the cache and its tensors may take, and do, if torch holds `held` bytes."""
         return np.asarray(self.share * np.maximum(0.0, self.spec.capacity_bytes - np.asarray(held, float)))
 
     def cache_tokens(self, held: float, sequences: int) -> int:
@@ -346,7 +346,7 @@ class PagedBatching:
 
     # ------------------------------------------------------------------ seconds
     def waves(self, prompts: Sequence[int], tokens: int, held: float) -> int:
-        """How often sequences are worked off until all had a place in the cache; 0 if not even one has."""
+        """Number of waves until all sequences had a place in the cache; 0 if it is too small for one."""
         at_once = self.cache_tokens(held, len(prompts)) // (max(prompts) + tokens)
         return math.ceil(len(prompts) / at_once) if at_once else 0
 

@@ -91,7 +91,7 @@ class _Play:
         return self.stretches, self.preempted
 
     def _blocks(self, which: Ints, tokens: Ints) -> Ints:
-        """Blocks that each sequence has for itself with so many tokens."""
+        """Blocks that each sequence has for itself with this number of tokens."""
         return np.asarray(np.maximum(0, -(-tokens // self.limits.block) - self.shared[which]))
 
     def _held(self) -> int:
@@ -102,7 +102,7 @@ class _Play:
 
     # ------------------------------------------------------------------ steps
     def _mixed_step(self) -> bool:
-        """A step with prompts in it; False if there is nothing to prefill or no room for it."""
+        """A step with prompts in it; False if all are prefilled or there is no room."""
         whole = self.computed[self.running] >= self.prompt[self.running]
         decoding, begun = self.running[whole], self.running[~whole]
         if not len(begun) and (not self.waiting or len(self.running) >= self.limits.most_sequences):
@@ -151,7 +151,7 @@ class _Play:
         return admitted
 
     def _preempt(self) -> None:
-        """Take the blocks of the latest running sequence; it finds them again as long as no other needs them."""
+        """Take the blocks of the latest running sequence; it finds them again unless another needs them first."""
         last = int(self.running[-1])
         if self.limits.shares_prompts:
             self.cached[last] = int(self.computed[last]) // self.limits.block
@@ -188,7 +188,7 @@ class _Play:
         self.running = self.running[self.left[self.running] > 0]
 
     def _decode(self) -> None:
-        """Steps in which nothing but the running sequences' next token is computed, as many as are alike."""
+        """Steps that compute only the running sequences' next tokens, as many as are alike."""
         running = self.running
         free = self.limits.blocks - self._held()
         if free < 0 and len(running) > 1:
@@ -325,12 +325,12 @@ class VllmEngine:
 
     @property
     def overhead_bytes(self) -> int:
-        """What the share holds beside weights and cache."""
+        """Bytes of the share beside weights and cache."""
         return self.activation_bytes + self.graph_bytes + _LIBRARIES_BYTES
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes left for the cache; not above 0 if there are none."""
+        """Bytes left for the cache; 0 or below if there are none."""
         inside = 0 if self.static_share else self.overhead_bytes
         return self.share_bytes - self.weights_bytes - inside
 
@@ -355,7 +355,7 @@ class VllmEngine:
 
     @property
     def refusal(self) -> str:
-        """Why the engine does not start; "" if it does."""
+        """Reason why the engine fails to start; "" if it starts."""
         if not self.missing_bytes:
             return ""
         parts = (self.share_bytes, self.weights_bytes, self.overhead_bytes, self.token_bytes * self.longest)
@@ -370,7 +370,7 @@ class VllmEngine:
         )
 
     def held_bytes(self, *, weights: bool, cache: bool, computing: bool = False) -> int:
-        """Bytes on the trainer's card: with `weights`, `cache`, and what is live while `computing`."""
+        """Bytes on the trainer's card: with `weights`, `cache`, and the live bytes while `computing`."""
         if self.remote:
             return 0
         parts = (weights, self.weights_bytes), (cache, max(0, self.cache_bytes)), (computing, self.activation_bytes)
@@ -436,7 +436,7 @@ class VllmEngine:
         return np.where(tokens <= sizes[-1], sizes[place], tokens)
 
     def _launching_s(self, batch: Batch) -> Floats:
-        """Host seconds of launching what is not in one graph: attention between the graphs of a mixed batch.
+        """Host seconds of launches outside a single graph: attention between the graphs of a mixed batch.
 
         With enforce_eager nothing is compiled either (vllm/config, CompilationLevel.NO_COMPILATION).
         """

@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Peak live bytes of each phase over its allocations, without rounding."""
+        """Peak live bytes of each phase over its allocations, unrounded."""
         live = np.cumsum(self.signs * np.asarray(self.sizes)[self.ids])
         found: dict[str, int] = {}
         for event in np.flatnonzero(self.signs > 0):
@@ -280,7 +280,7 @@ class _Moment(NamedTuple):
     from_last: int
 
     def plays_as(self, deeper: _Moment) -> bool:
-        """Whether both are the same one of their kind, counted from the first, from the last, or from the middle.
+        """True if both are the same one of their kind, counted from the first, from the last, or from the middle.
 
         The middle is where the backward pass begins, which computes a checkpointed layer's forward once more.
         """

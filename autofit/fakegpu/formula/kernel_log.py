@@ -40,11 +40,11 @@ class Info(NamedTuple):
 
     @property
     def sort(self) -> tuple[str, float, int, bool]:
-        """What tells a product's or attention's seconds beside its sizes."""
+        """Properties that decide a product's or attention's seconds beside its sizes."""
         return self.work.name, self.work.rate, self.work.item_bytes, self.work.causal
 
     def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
-        """Of a kernel without a table: FLOPs grow with the elements of its last tensor, its output."""
+        """Seconds of a kernel outside the tables: FLOPs grow with the elements of its last tensor, its output."""
         dims = symbols.factors.get(kind)
         factors: list[Factor] = [f for d in dims[-1] for f in d] if dims and self.work.flops else []
         return symbols.product(self.work.flops / (self.work.rate * share), factors)
@@ -58,7 +58,7 @@ class Info(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Work of the host in one segment: launches, in the order of `Launch`, views, and what it does `alone`.
+    """Work of the host in one segment: launches, in the order of `Launch`, views, and its work `alone`.
 
     The last is Python that launches nothing while the card has nothing to do, in launches.
     """
@@ -75,7 +75,7 @@ class HostCounts(NamedTuple):
         return self.views * costs.view_s + sum(n * costs.of(by) for by, n in zip(Launch, launches, strict=True))
 
     def alone_s(self, costs: HostCosts) -> float:
-        """Those in which the card has nothing to do."""
+        """Seconds of the host's work while the card is idle."""
         return self.alone * costs.launch_s
 
 
@@ -83,7 +83,7 @@ _VIEWS, _ALONE = map(HostCounts._fields.index, ("views", "alone"))
 
 
 class Counted(NamedTuple):
-    """What was counted so far: kernels by kind, the host's work by phase, and the last rollout's decode steps."""
+    """Counts so far: kernels by kind, the host's work by phase, and the last rollout's decode steps."""
 
     kinds: Mapping[Kind, int]
     hosts: Mapping[str, HostCounts]
@@ -159,7 +159,7 @@ class KernelKinds:
         return seconds / max(1, self.repeats.get(segment, 1))
 
     def alone_seconds(self, segment: str, costs: HostCosts) -> float:
-        """Seconds of a pass of the segment in which the host works and the card has nothing to do."""
+        """Seconds of a pass of the segment in which the host works and the card is idle."""
         seconds = self.host_counts.get(segment, HostCounts()).alone_s(costs)
         return seconds / max(1, self.repeats.get(segment, 1))
 
@@ -201,11 +201,11 @@ class KernelLog:
         self._decoding = False
 
     def engine(self, law: VllmEngine | PagedBatching) -> None:
-        """What generates; the last one told, after a synchronisation of its weights."""
+        """Note the engine that generates; the last one counts, after a synchronisation of its weights."""
         self._engine = law
 
     def place(self) -> object:
-        """What the kernels to come are counted as."""
+        """Place under which the next kernels are counted."""
         return self.on, self.phase
 
     def counted(self) -> Counted:
@@ -293,7 +293,7 @@ class KernelLog:
         }
 
     def _beside(self, work: Work) -> str:
-        """What is added to a segment's name for a kernel that overlaps with the others."""
+        """Suffix of a segment's name for a kernel that overlaps with the others."""
         if not self.aside:
             return ""
         return COPIES if work.name == "copy_" else COLLECTIVES

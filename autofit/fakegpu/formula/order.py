@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Turn(NamedTuple):
-    """What comes next, `host_s` of the host's work later: a part of kernel number `kernel`, a moment, or a wait."""
+    """The next turn, `host_s` of the host's work later: a part of kernel number `kernel`, a moment, or a wait."""
 
     host_s: float
     lanes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What `passes` passes of a phase do in order, of a model of `layers` layers."""
+    """Work of `passes` passes of a phase in order, of a model of `layers` layers."""
 
     layers: int
     passes: float

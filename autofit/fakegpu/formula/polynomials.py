@@ -1,4 +1,4 @@
-"""Tensor sizes as polynomials of the variables of a configuration. Needs no torch.
+"""Tensor sizes as polynomials of the variables of a configuration. Free of torch.
 
 Dimensions of tensors in training are products with one affine factor per variable, such as B, P + C, r or B * (P + C).
 So a trace at a base point, and one more per variable with only that variable changed, determine every size.
@@ -24,7 +24,7 @@ Values = npt.NDArray[np.float64]
 
 
 def phase_of(segment: str) -> str:
-    """The phase of a segment of kernels: its name without what overlaps."""
+    """The phase of a segment of kernels: its name less the overlapping suffixes."""
     return segment.removesuffix(COPIES).removesuffix(COLLECTIVES)
 
 

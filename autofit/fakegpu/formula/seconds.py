@@ -206,7 +206,7 @@ class KernelRows:
 
     @property
     def _shortest_s(self) -> Floats:
-        """What each kernel takes beside its FLOPs or bytes; nothing of copies over a link, which move none."""
+        """Seconds that each kernel takes beside its FLOPs or bytes; 0 for copies over a link, which move none."""
         return np.where(self.move_s.any(axis=1), self.kernels.shortest_s, 0.0)
 
     @property

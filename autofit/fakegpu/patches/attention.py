@@ -221,12 +221,12 @@ _NOTE = (
 
 
 def _stands_in(gpu: FakeGpu) -> bool:
-    """Whether a card of this kind could run flash-attn 2, which needs Ampere or later, and only the package lacks."""
+    """True if a card of this kind could run flash-attn 2, which needs Ampere or later, and only the package lacks."""
     return gpu.mode == "cuda" and gpu.spec.compute_capability >= (8, 0) and find_spec("flash_attn") is None
 
 
 def transformers_models(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Let models take flash_attention_2 without the package."""
+    """Let models take flash_attention_2 although the package is missing."""
     owner = getattr(module, "PreTrainedModel", None)
     name = "_flash_attn_import_error"  # transformers 5; earlier ones ask in other ways, and refuse
     if owner is None or not hasattr(owner, name) or not _stands_in(gpu):
@@ -334,7 +334,7 @@ torch.library.register_fake("flex::flex_attention_backward", _flex_backward)
 
 
 class _Flex(torch.autograd.Function):
-    """(attention (B, H, T, D), the logarithms of the sums (B, H, T)), without values."""
+    """(attention (B, H, T, D), the logarithms of the sums (B, H, T)), of shapes alone."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
@@ -350,7 +350,7 @@ class _Flex(torch.autograd.Function):
 
 
 def transformers_flex(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Let the models' flex attention run on fakes, for which torch has no rule."""
+    """Let the models' flex attention run on fakes, for which torch lacks a rule."""
     if not hasattr(module, _FLEX):
         return
     original = cast("Callable[..., object]", untouched(getattr(module, _FLEX)))

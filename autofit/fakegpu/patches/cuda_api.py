@@ -309,7 +309,7 @@ def current_gpu(gpu: FakeGpu) -> Iterator[None]:
 
 
 def active_gpu() -> FakeGpu | None:
-    """The card of the block that is running; None outside of blocks."""
+    """The card of the block that is running, if there is one."""
     return _STACK[-1] if _STACK else None
 
 

@@ -127,7 +127,7 @@ class _RankValues:
 
 
 def waits_for_collectives(gpu: FakeGpu) -> Iterable[Target]:
-    """A wait for an asynchronous collective is one for all of them so far, of which it is mostly the last."""
+    """A wait for an asynchronous collective is one for all of them so far; it is mostly the last."""
     if not torch.distributed.is_available():
         return
     from torch._C._distributed_c10d import FakeWork, Work
@@ -144,7 +144,7 @@ def _waiting(gpu: FakeGpu, original: Callable[..., bool], work: object, *args: o
 
 
 def sharding_propagation(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Do not track DTensor's shape propagation, which runs operations on fakes of the full, unsharded size."""
+    """Leave DTensor's shape propagation untracked: it runs operations on fakes of the full, unsharded size."""
     owner = module.ShardingPropagator
     for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
         if name in vars(owner):
@@ -173,7 +173,7 @@ def flat_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def parameter_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Categorise a rank's share of FSDP2's parameters as weights, and what it keeps between two micro-batches."""
+    """Categorise a rank's share of FSDP2's parameters as weights, and its gradients kept between two micro-batches."""
     owner = module.FSDPParam
     init = partial(_then, gpu, untouched(owner._init_sharded_param), lambda share: share._sharded_param_data, "weights")
     yield owner, "_init_sharded_param", init, "names the weights in the timeline"
@@ -182,7 +182,7 @@ def parameter_shards(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def _kept_gradient(share: Any) -> torch.Tensor | None:
-    """The whole gradient that FSDP2 holds for a parameter while gradients are not reduced."""
+    """The whole gradient that FSDP2 holds for a parameter while gradients stay unreduced."""
     if (kept := share.unsharded_accumulated_grad) is None:
         kept = getattr(getattr(share, "_unsharded_param", None), "grad", None)  # a share may never have been gathered
     return cast("torch.Tensor | None", kept)
@@ -192,7 +192,7 @@ def _then(
     gpu: FakeGpu, original: Callable[..., object], made: Callable[[Any], torch.Tensor | None], category: str,
     owner: object, *args: object, **kwargs: object,
 ) -> None:  # fmt: skip
-    """`original`, after which what it has made is of this category."""
+    """`original`, whose result is then marked with this category."""
     original(owner, *args, **kwargs)
     if (tensor := made(owner)) is not None:
         gpu.memory.mark(tensor, category)
@@ -313,7 +313,7 @@ def _computed_in(stream: FakeStream, nodes: list[Any]) -> None:
 
 
 def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """A flat parameter of several layers is not expanded, and one of frozen weights in units of two layers."""
+    """Make the expansion refuse a flat parameter of several layers; one of frozen weights needs units of two layers."""
     owner, name = module.FlatParamHandle, "_alloc_padded_unsharded_flat_param"
     if gpu.layers is not None:
         yield owner, "__init__", _refusing(gpu.layers, untouched(owner.__init__)), _WHY
@@ -321,7 +321,7 @@ def fsdp1_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 class _Hooks(NamedTuple):
-    """What FSDP's Python takes around a sharded module with one weight, and with each further one.
+    """Time of FSDP's Python around a sharded module with one weight, and with each further one.
 
     In launches on the same host, beside those of its operations (experiments/rates/fsdp_hooks.py, 2026-11-26, medians
     of four runs).
@@ -464,7 +464,7 @@ class BucketReducer:
         self._group = process_group
         self._limits = [first_bucket_bytes_cap, bucket_bytes_cap]
         self._as_view = gradient_as_bucket_view
-        self._expects = False  # whether this backward reduces: under no_sync it does not
+        self._expects = False  # True if this backward reduces; False under no_sync
         self._works: list[distributed.Work] = []  # the reductions under way
         self._arrived: list[int] = []  # parameters in the order of their gradients in the first backward
         self._rebuilds = not find_unused_parameters
@@ -603,7 +603,7 @@ def broadcast_in_flat_buffers(
 
 
 class SilentLogger:
-    """Replaces DDP's C++ logger, which reads the C++ reducer; logs nothing."""
+    """Replaces DDP's C++ logger, which reads the C++ reducer; drops its calls."""
 
     def __init__(self, *args: object) -> None: ...
 

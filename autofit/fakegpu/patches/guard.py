@@ -1,4 +1,4 @@
-"""Let fake tensors live on `cuda:0` where torch has no CUDA: the only module that touches torch's C++ tables.
+"""Let fake tensors live on `cuda:0` in CPU builds of torch: the only module that touches torch's C++ tables.
 
 Two things are missing without a card. One is a device guard for CUDA: torch has a no-op guard for exactly this use, but
 puts it only in the place of a guard that counts no devices (`_ensureCUDADeviceGuardSet`, which FakeTensorMode calls on
@@ -32,7 +32,7 @@ _Pointers = ctypes.POINTER(ctypes.c_void_p)
 
 
 class GuardUnavailableError(RuntimeError):
-    """The guard does not support this torch or this machine."""
+    """This torch or this machine is unsupported by the guard."""
 
 
 class CudaGuard:
@@ -63,7 +63,7 @@ class CudaGuard:
                 slot.value = value
 
     def _prepare(self) -> list[tuple[int, int]]:
-        """(address, value) pairs to write; all of them are looked up and checked, and what was there is in place."""
+        """(address, value) pairs to write; all of them are looked up and checked, and the old values are in place."""
         if sys.platform != "linux":
             raise GuardUnavailableError(f"the CUDA guard knows Linux, not {sys.platform}")
         try:
@@ -144,7 +144,7 @@ def _table_of(instance: object) -> ctypes._Pointer[ctypes.c_void_p]:
 
 
 def _check(table: ctypes._Pointer[ctypes.c_void_p], slots: list[str], expected: dict[str, int]) -> None:
-    """Call entries without arguments and with a known low byte; a mismatch means that the header was misread."""
+    """Call argument-free entries with a known low byte; a mismatch means that the header was misread."""
     for name, value in expected.items():
         function = ctypes.CFUNCTYPE(ctypes.c_uint8, ctypes.c_void_p)(table[slots.index(name)])
         answer = function(None)

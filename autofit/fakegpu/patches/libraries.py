@@ -30,7 +30,7 @@ from autofit.fakegpu.tracer import TRAIN, VISIT, charge_modules
 
 
 def load_in_process(loader: DataLoader[object]) -> _BaseDataLoaderIter:
-    """Iterate a DataLoader in this process and thread for any num_workers: fakes cannot cross processes."""
+    """Iterate a DataLoader in this process and thread for any num_workers: fakes are bound to a process."""
     workers, timeout = loader.num_workers, loader.timeout
     try:
         loader.num_workers, loader.timeout = 0, 0
@@ -43,7 +43,7 @@ _Generator = torch.Generator
 
 
 def cpu_generator(device: object = None) -> torch.Generator:
-    """`torch.Generator(device="cuda")` as a CPU generator; the simulated card does not use its numbers."""
+    """`torch.Generator(device="cuda")` as a CPU generator, whose numbers the simulated card ignores."""
     return _Generator()
 
 
@@ -72,7 +72,7 @@ def walks(gpu: FakeGpu) -> Iterable[Target]:
     def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
         if inside[0]:
             return trained(self, mode)
-        # A mode that changes later does so around a rollout or an evaluation, of which it is a thousandth.
+        # A mode that changes later does so around a rollout or an evaluation, and takes a thousandth of it.
         free = _is_free(gpu) or (self.training != mode and (not mode or self in before))
         if mode:
             before.add(self)
@@ -117,7 +117,7 @@ def _counted(gpu: FakeGpu, found: Iterator[_Pair]) -> Iterator[_Pair]:
 
 
 def unmarked() -> Iterable[Target]:
-    """`record_function` marks nothing where no profiler is on."""
+    """Make `record_function` a no-op unless a profiler is on."""
     names, reason = ("__enter__", "__exit__"), "FSDP marks each of its hooks, through all of dispatch"
     begin, end = (untouched(cast("Callable[..., object]", vars(record_function)[name])) for name in names)
 
@@ -180,7 +180,7 @@ def safetensors_save(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def save_pretrained(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Let a model of fakes save an empty weights file; saving takes no memory on the card."""
+    """Let a model of fakes save an empty weights file; saving is free of the card's memory."""
     for name in ("PreTrainedModel", "PeftModel"):
         owner = getattr(module, name, None)
         if owner is not None and owner.__module__ == module.__name__:
@@ -221,7 +221,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def transformers_loading(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Let `from_pretrained` read only the shapes in a safetensors file, not the values."""
+    """Let `from_pretrained` read only the shapes in a safetensors file, leaving out the values."""
 
     def materialize(
         source: object, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
@@ -258,7 +258,7 @@ def _as_cache(memory: SimulatedMemory, update: Callable[..., object], *args: obj
 
 
 def triton_launches(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Triton kernels on fakes: a launch allocates nothing, and what it writes is allocated by its caller."""
+    """Triton kernels on fakes: a launch is free of allocations, and its outputs are allocated by its caller."""
 
     def instead(original: Callable[..., object]) -> Callable[..., object]:
         def run(kernel: object, *args: object, **kwargs: object) -> object:
@@ -280,7 +280,7 @@ def triton_launches(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 class _Launch:
-    """A Triton kernel where Triton is not installed: launching it allocates nothing."""
+    """Stand-in of a Triton kernel if Triton is missing: launching it only passes."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         def launch(*args: object, **kwargs: object) -> None: ...
@@ -289,7 +289,7 @@ class _Launch:
 
 
 def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Let TRL's chunked LM head take its CUDA path (Triton kernels, in place) even without Triton installed."""
+    """Let TRL's chunked LM head take its CUDA path (Triton kernels, in place) even if Triton is missing."""
     reason = "the CUDA path writes in place where the CPU path allocates"
     if gpu.mode != "cuda" or find_spec("triton") is not None:
         return
@@ -301,7 +301,7 @@ def trl_triton(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def trl_loss_kernels(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """TRL before 1.16 imports its Triton kernels without a condition, so they cannot be imitated without Triton."""
+    """Note a TRL before 1.16 if Triton is missing: it imports its kernels unconditionally, so they stay unimitated."""
     has_kernels = hasattr(module, "_supports_trl_loss_kernel")  # of TRL 1.14 on
     if find_spec("triton") is None and has_kernels and not hasattr(module, "_use_triton"):
         gpu.note(
@@ -356,7 +356,7 @@ def _holds_fake(value: object, depth: int = 4) -> bool:
 
 
 # Kernels of other packages for whole layers, Liger's and the Hub's (`use_kernels`): the layers run without them.
-# Liger's loss is simulated, which decides most of what it saves: no logits of all tokens.
+# Liger's loss is simulated, the source of most of its savings: no logits of all tokens.
 
 _NOTE = (
     "{} were asked for and not simulated: the layers ran without them, which needs at least as many bytes and seconds"
@@ -364,7 +364,7 @@ _NOTE = (
 
 
 def whole_models(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """transformers takes memory for all weights at once before it loads them: for those of all layers, not of few."""
+    """Take the memory of all layers' weights when transformers allocates for all weights before loading few layers."""
     layers = gpu.layers
     if layers is None or not hasattr(module, "get_total_byte_count"):
         return
@@ -385,7 +385,7 @@ def whole_models(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def liger(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """transformers' `apply_liger_kernel`, with or without the package."""
+    """transformers' `apply_liger_kernel`, whether or not the package is installed."""
 
     def apply(model: object, kernel_config: Mapping[str, object] | None) -> None:
         fused = (kernel_config or {}).get("fused_linear_cross_entropy", True) and fuse(model, LIGER)
@@ -418,13 +418,13 @@ HOST_ADAM_NOTE = (
 
 
 def accelerator(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """DeepSpeed chooses its accelerator once a process, at import, which may have been without the card."""
+    """Set DeepSpeed's accelerator anew: it is chosen once a process, at import, which may have been before the card."""
     made = import_module("deepspeed.accelerator.cuda_accelerator").CUDA_Accelerator()
     yield module, "ds_accelerator", made, "DeepSpeed must see the simulated card"
 
 
 def process_groups(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """Inside the block `module` (deepspeed.utils.groups, deepspeed.comm.comm) knows none of the groups from before."""
+    """Make `module` (deepspeed.utils.groups, deepspeed.comm.comm) forget, inside the block, the groups from before."""
     for name in ("cdb", "_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "mesh_device", "_ALL_TO_ALL_GROUP"):
         if name in vars(module):
             empty: object = {} if name == "_ALL_TO_ALL_GROUP" else None
@@ -445,7 +445,7 @@ def cuda_accelerator(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def finite_gradients(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """The check of the ZeRO optimizers of `module` for infinite gradients runs, and finds none."""
+    """Run the check of the ZeRO optimizers of `module` for infinite gradients, with the result that all are finite."""
     for name in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         owner = getattr(module, name, None)
         if owner is not None:

@@ -73,7 +73,7 @@ def _gemm_4bit(
 
 
 def _fuses(gpu: FakeGpu) -> Fuses:
-    """Whether the installed version runs its fused 4-bit kernel for a dtype and the sizes M, N and K.
+    """Predicate of the installed version: True if it runs its fused 4-bit kernel for a dtype and sizes M, N and K.
 
     Its CUDA backend cannot be imported without CUDA, so the function that chooses is taken out of its source.
     """
@@ -134,7 +134,7 @@ def _int8_quant(gpu: FakeGpu, a: torch.Tensor, threshold: float = 0.0) -> object
 
 
 def _int8_product(gpu: FakeGpu, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """int8_linear_matmul: cuBLASLt's product of int8, in float32 where the inner size is no multiple of 4."""
+    """int8_linear_matmul: cuBLASLt's product of int8, in float32 unless the inner size is a multiple of 4."""
     out = torch.empty((*a.shape[:-1], b.shape[0]), dtype=torch.int32, device=a.device)
     if a.shape[-1] % 4:
         return out.copy_(torch.matmul(a.float(), b.float().t()).to(torch.int32))
@@ -304,7 +304,7 @@ class _LowBitAdamW(torch.optim.Optimizer):
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `tensor`: what a DTensor, whose import takes half a second, has beside other tensors."""
+    """This rank's shard of `tensor`: that of a DTensor, whose import takes half a second, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else cast("torch.Tensor", to_local())
 
@@ -344,7 +344,7 @@ def transformers_optimizers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target
 
 
 class Product(NamedTuple):
-    """Launches that a product with a quantised weight takes the host beside those of its kernels."""
+    """Host time, in launches, that a product with a quantised weight takes beside those of its kernels."""
 
     forward: float
     recorded: float  # where a gradient is recorded
@@ -382,7 +382,7 @@ def gradients(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 
 def updates(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
-    """An optimizer's update of a tensor. The card has nothing else to do: the host waited for it before."""
+    """An optimizer's update of a tensor. The card is idle before it, as the host waited for it."""
     for owner in (module.Optimizer2State, module.Optimizer1State):
         yield owner, "update_step", partial(_updating, gpu, untouched(owner.update_step)), _WHY
 

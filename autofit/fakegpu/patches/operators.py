@@ -1,4 +1,4 @@
-"""Operators that fakes run otherwise than a card does: other parts, other owners of memory, or not at all."""
+"""Operators that fakes run otherwise than a card does: other parts, other owners of memory, or skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONVOLUTION_NOTE = (
 
 
 def other_kernels(gpu: FakeGpu) -> Iterable[tuple[object, str, object, str]]:
-    """Register handlers for operations that fakes cannot run or that need a note."""
+    """Register handlers for operations that fail on fakes or that need a note."""
     handlers = gpu.tracer.handlers
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         packet = getattr(aten, name, None)
@@ -138,7 +138,7 @@ def _into_zeros(tracer: Tracer, function: OpOverload, args: Sequence[object], kw
 
 
 def _by_engine() -> bool:
-    """Whether the caller is the C++ engine itself; a backward written in Python has its own frame."""
+    """True if the caller is the C++ engine itself; a backward written in Python has its own frame."""
     if launch() is not Launch.AUTOGRAD:
         return False
     return sys._getframe(4).f_code.co_name == "_engine_run_backward"  # here, the handler, _run, __torch_dispatch__
@@ -215,7 +215,7 @@ def in_parts() -> dict[OpOverload, Callable[..., object]]:
 
 
 def _logsumexp(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
-    """logsumexp_out_impl in ReduceOps.cpp: torch's own resizes its result, which fakes do not survive."""
+    """logsumexp_out_impl in ReduceOps.cpp: torch's own resizes its result, which fails on fakes."""
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     largest = torch.amax(x, tuple(dim), keepdim=True)
     added = largest if keepdim else torch.squeeze(largest, tuple(dim) or tuple(range(x.dim())))
@@ -301,7 +301,7 @@ class _Shape:
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """Allocates the tensors that `_cudnn_rnn` makes and keeps, without values."""
+    """Allocates the tensors that `_cudnn_rnn` makes and keeps, leaving their values open."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Let a name of torch or of another package mean the simulated card inside a block, for whoever holds the name.
+"""Let a name of torch or of another package mean the simulated card inside a block, for every holder of the name.
 
 Setting an attribute is not enough: `from torch.cuda import is_available` keeps the function, not the attribute, and a
 module imported inside the block would keep the replacement after it. So a Python function stays the object that it is,
@@ -34,13 +34,13 @@ class Undo:
         self._actions.append(partial(action, *args))
 
     def enter(self, manager: AbstractContextManager[Entered]) -> Entered:
-        """Enter a context manager; it is left like any other action, without the block's exception."""
+        """Enter a context manager; it is left like any other action, and is told of no exception."""
         value = manager.__enter__()
         self.add(manager.__exit__, None, None, None)
         return value
 
     def run(self) -> list[BaseException]:
-        """Run all actions once, the latest first; returns what they raised."""
+        """Run all actions once, the latest first; returns the exceptions that they raised."""
         errors: list[BaseException] = []
         while self._actions:
             try:
@@ -93,7 +93,7 @@ def redirect(function: FunctionType, to: Callable[..., object], undo: Undo) -> N
 
 
 def untouched(value: Original) -> Original:
-    """`value` as it is now, for a replacement that calls the original: a copy that is not redirected with it."""
+    """A copy of function `value` that keeps the present code, so that a replacement can call the original."""
     function = _function(value)
     if function is None:
         return value

@@ -106,7 +106,7 @@ class Registry:
             self._note_missing(f"{name} has changed: {error}", of=module)
 
     def note_renamed_modules(self) -> None:
-        """Note each module to patch that its package, imported by now, does not have under this name."""
+        """Note each module to patch that its package, imported by now, lacks under this name."""
         for name in _LIBRARIES:
             package = sys.modules.get(name.partition(".")[0])
             if package is None or name in sys.modules or _version(package) < _SINCE.get(name, (0,)):
@@ -115,7 +115,7 @@ class Registry:
                 self._note_missing(f"there is no module {name}", of=package)
 
     def _note_missing(self, text: str, *, of: object) -> None:
-        """Note a patch that finds no target: what it simulates is then as this version does it without a card."""
+        """Note a patch that lacks its target: that part then runs as this version does it on a CPU."""
         package = str(getattr(of, "__module__", None) or getattr(of, "__name__", "torch")).partition(".")[0]
         version = getattr(sys.modules.get(package), "__version__", "of unknown version")
         self.gpu.note(f"{package} {version} is not simulated in full, so bytes and seconds may be wrong: {text}")
@@ -130,7 +130,7 @@ class Registry:
 
 
 def _has(package: ModuleType, name: str) -> bool:
-    """Whether the file of the module `name` is in its package; nothing is imported."""
+    """True if the file of the module `name` is in its package, found before any import."""
     path = Path(next(iter(package.__path__)), *name.split(".")[1:])
     return path.is_dir() or any(path.parent.glob(f"{path.name}.*"))
 

@@ -1,4 +1,4 @@
-"""Generation without tracing each token: after two equal decode steps, the rest is extrapolated from them.
+"""Generation from few traced tokens: after two equal decode steps, the rest is extrapolated from them.
 
 A decode step repeats the previous one with tensors that grow linearly (the KV cache). Once two consecutive steps have
 the same allocations and frees in the same order, the remaining steps are played into the allocator directly, with
@@ -140,7 +140,7 @@ class RolloutSynthesis:
         ids: dict[int, dict[int, int]] = {-2: dict(enumerate(before.ids)), -1: dict(enumerate(last.ids))}
         for place, (step, covered) in enumerate(steps):
             mine = ids[place] = {}
-            later = step - done + 1  # how many steps after the last traced one
+            later = step - done + 1  # number of steps after the last traced one
             whole = place >= len(steps) - 2
             for event in last.events if whole else large if place % LARGE_EVERY == 0 else short:
                 if layers is not None:
@@ -180,7 +180,7 @@ class RolloutSynthesis:
 
 
 def _step_of(before: tuple[int, ...], last: tuple[int, ...]) -> tuple[int, ...]:
-    """By how much a shape grows in a decode step; () if it does not."""
+    """Growth of a shape in a decode step; () if it stays."""
     return () if before == last else tuple(b - a for a, b in zip(before, last, strict=True))
 
 
@@ -209,7 +209,7 @@ def _sample(
     gpu: FakeGpu, running: list[RolloutSynthesis | _Countdown], original: Callable[..., torch.Tensor],
     dropped: Container[str],
 ) -> Callable[..., torch.Tensor]:  # fmt: skip
-    """`_sample`, which plays its steps; what is `dropped` of its arguments only the prompt needs."""
+    """`_sample`, which plays its steps; only the prompt needs the `dropped` ones of its arguments."""
 
     def played(
         synthesis: RolloutSynthesis, model: torch.nn.Module, input_ids: torch.Tensor, *args: object, **kwargs: object
@@ -253,7 +253,7 @@ def _sample(
 
 
 def _token(model: Any) -> int:
-    """The token that every sampling gives (`known_values`): never an end-of-sequence token."""
+    """The token that every sampling gives (`known_values`), different from the end-of-sequence token."""
     return int(text_config(model.config).vocab_size) // 3
 
 
@@ -297,7 +297,7 @@ def _has_unfinished(
 
 
 def _filling(model: torch.nn.Module, steps: int, input_ids: torch.Tensor) -> int | None:
-    """Steps until the model's sliding window is full, after which its cache does not grow; None if it never is."""
+    """Steps until the model's sliding window is full, after which its cache stays as large; None if it stays open."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     window, prompt = int(getattr(text, "sliding_window", None) or 0), input_ids.shape[1]
@@ -310,7 +310,7 @@ _OF_TOKENS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # transformers/cache
 
 
 def _can_grow(cache: Any) -> bool:
-    """Whether all layers of a cache keep nothing but the keys and values of tokens."""
+    """True if all layers of a cache keep only the keys and values of tokens."""
     layers = getattr(cache, "layers", None) or ()
     return bool(layers) and all(type(layer).__name__ in _OF_TOKENS for layer in layers)
 
@@ -420,7 +420,7 @@ def _step(model: Any, sequences: int) -> None:
 
 
 def _missing_bytes(model: Any) -> float:
-    """Bytes of the weights of the layers that a model with fewer does not have."""
+    """Bytes of the weights of the layers that a shrunken model lacks."""
     standing = stands_for(text_config(model.config))
     parameters = model.named_parameters()
     return float(sum(p.numel() * p.element_size() * (repeats(name, standing) - 1) for name, p in parameters))

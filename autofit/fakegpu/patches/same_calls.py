@@ -1,4 +1,4 @@
-"""A rollout, a pass without gradients or a micro-batch like an earlier one is played from that one's events.
+"""Play a rollout, a gradient-free pass or a micro-batch like an earlier one from that one's events.
 
 A call is recorded: its allocations and frees, its time segments and its kernels. A later call with the same inputs and
 a model in the same state has the same ones, if the recorded call left nothing behind but its outputs, the gradients
@@ -34,11 +34,11 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class _Unlike(Exception):
-    """The inputs of a call hold what cannot be compared with those of another."""
+    """The inputs of a call hold values that are incomparable with those of another."""
 
 
 def if_alike_played(gpu: FakeGpu, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of a method, of a model or of what trains one, whose calls without gradients are played."""
+    """A replacement of a method, of a model or its trainer, whose gradient-free calls are played."""
     known: weakref.WeakKeyDictionary[Any, dict[object, _Recorded]] = weakref.WeakKeyDictionary()
 
     def method(owner: Any, *args: object, **kwargs: object) -> Any:
@@ -64,7 +64,7 @@ def if_alike_played(gpu: FakeGpu, original: Callable[..., Any]) -> Callable[...,
 
 
 def trl_scoring(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[object, str, object, str]]:
-    """Patches of the trainers of `module`: log-probabilities of a rollout, without gradients."""
+    """Patches of the trainers of `module`: gradient-free log-probabilities of a rollout."""
     for trainer in (value for value in vars(module).values() if isinstance(value, type)):
         original = vars(trainer).get("_get_per_token_logps_and_entropies")
         if original is None:
@@ -124,7 +124,7 @@ def transformers_training(gpu: FakeGpu, module: ModuleType) -> Iterable[tuple[ob
 
 
 def _may_play(gpu: FakeGpu, trainer: Any) -> bool:
-    """Whether micro-batches of `trainer` may be played: one of a library, which computes the same in each step.
+    """True if micro-batches of `trainer` may be played: one of a library, which computes the same in each step.
 
     One that someone derived from it may do otherwise, unless its own class says `steps_alike`.
     """
@@ -155,7 +155,7 @@ class _MicroBatch:
 
     @contextlib.contextmanager
     def told_of_inputs(self) -> Iterator[None]:
-        """Context in which the trainer tells what it has prepared, and is stopped by _Known if that is known."""
+        """Context in which the trainer reports its prepared inputs, and is stopped by _Known if they are known."""
         prepare, own = self._trainer._prepare_inputs, vars(self._trainer).get("_prepare_inputs")
 
         def prepared(*args: object, **kwargs: object) -> object:
@@ -242,7 +242,7 @@ def _tensors(inputs: object) -> Iterator[torch.Tensor]:
 
 
 def _is_alone(gpu: FakeGpu) -> bool:
-    """Whether the card computes by itself, on one stream, with no operations joined by a compiler."""
+    """True if the card computes by itself, on one stream, with all operations uncompiled."""
     tracer = gpu.tracer
     return not (tracer.paused or tracer.groups or tracer.host or tracer.fusion or gpu.memory.stream)
 
@@ -258,7 +258,7 @@ def _surroundings(gpu: FakeGpu) -> object:
 
 @own_work()
 def _state(model: torch.nn.Module, shadows: Shadows) -> object:
-    """What decides which code a model runs: its modules' plain values, hooks and replaced forwards, and its weights."""
+    """State that decides the code of a model: its modules' plain values, hooks and replaced forwards, its weights."""
     config = getattr(model, "config", None)
     parts = [
         (type(part), _plain_values(vars(part)), _code(vars(part).get("forward")), _hooks(part._forward_pre_hooks),
@@ -283,7 +283,7 @@ def _hooks(hooks: Mapping[int, object]) -> object:
 
 
 def _code(function: object) -> object:
-    """What a hook or a replaced forward runs, and the values it was made with."""
+    """Code of a hook or a replaced forward, and the values it was made with."""
     if isinstance(function, partial):
         return _code(function.func), tuple(map(_told, function.args)), tuple(map(_told, function.keywords.values()))
     code = getattr(function, "__code__", None)
@@ -363,7 +363,7 @@ class _Moment:
     allocation: int
     backward: int  # number of backward passes so far
     stretch: int
-    others: tuple[float, ...]  # what a call must leave as it is: memory given back, tensors of several layers, lanes
+    others: tuple[float, ...]  # state that a call must keep: memory given back, tensors of several layers, lanes
     now_s: float
     counters: tuple[float, ...]
     busy_s: Mapping[Family, float]
@@ -400,7 +400,7 @@ class _Output:
 
     @classmethod
     def of(cls, gpu: FakeGpu, tensor: torch.Tensor) -> _Output | None:
-        """None where it is not on the card."""
+        """The output for `tensor`, if it is on the card."""
         index, nbytes = gpu.memory.index_of(tensor), tensor.untyped_storage().nbytes()
         if type(tensor) is not FakeTensor or index is None or nbytes % tensor.element_size():
             return None
@@ -421,11 +421,11 @@ class _Output:
         return out
 
 
-Event = tuple[int, int, Allocation | None]  # allocation, layer at work, and what was taken; None: it was given back
+Event = tuple[int, int, Allocation | None]  # allocation, layer at work, and the new allocation; None: it was freed
 
 
 def events_since(gpu: FakeGpu, begin: int) -> list[Event]:
-    """What was taken and given back from event number `begin` on."""
+    """Allocations and frees from event number `begin` on."""
     memory, log = gpu.memory, gpu.memory.log
     return [
         (number, tag, memory.allocations[number] if nbytes > 0 else None)
@@ -456,7 +456,7 @@ def play(gpu: FakeGpu, events: Sequence[Event], given: Mapping[int, int]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A call: what it took and gave back in order, its time, and its outputs."""
+    """A call: its allocations and frees in order, its time, and its outputs."""
 
     begin: _Moment
     end: _Moment
@@ -464,12 +464,12 @@ class _Recorded:
     events: Sequence[Event]
     backwards: Sequence[int]  # where in the events backward passes begin
     outputs: Sequence[_Output | None]  # None: the call returned None
-    alone: bool  # whether it returned one tensor, and not several
+    alone: bool  # True if it returned a single tensor
     inputs: Sequence[int] = ()  # allocations from before the call that it may give back
 
     @classmethod
     def of(cls, gpu: FakeGpu, begin: _Moment, out: object, inputs: Sequence[int] = ()) -> _Recorded | None:
-        """The call that began at `begin` and ended with `out`; None where another one may differ from it.
+        """The call that began at `begin` and ended with `out`; None if another one may differ from it.
 
         `inputs` are allocations that it may give back.
         """
@@ -502,7 +502,7 @@ class _Recorded:
         return {number for number, _, taken in self.events if taken is None} & set(self.inputs)
 
     def again(self, gpu: FakeGpu, inputs: Sequence[int] = ()) -> Any:
-        """The outputs of the call, made once more with other inputs; those that it gives back belong to no tensor."""
+        """The outputs of the call, made once more with other inputs; allocations that it gives back stay unowned."""
         gpu.backward_starts += (len(gpu.memory.log) + place for place in self.backwards)
         try:
             numbers = play(gpu, self.events, dict(zip(self.inputs, inputs, strict=True)))

@@ -1,4 +1,4 @@
-"""Replacements for tensor and module methods that do not work on fake tensors. `registry.py` installs them."""
+"""Replacements for tensor and module methods that fail on fake tensors. `registry.py` installs them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def formatted(original: Callable[..., str], tensor: torch.Tensor, spec: str) -> 
 def deep_copied(
     memory: SimulatedMemory, original: Callable[..., torch.Tensor], tensor: torch.Tensor, memo: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """`copy.deepcopy` of a fake: torch would copy its storage, which does not exist."""
+    """`copy.deepcopy` of a fake: torch would copy its storage, which is missing."""
     if not isinstance(tensor, FakeTensor):
         return original(tensor, memo)
     if id(tensor) in memo:
@@ -213,7 +213,7 @@ def pinned_copy(tracer: Tracer, tensor: torch.Tensor, device: object = None) -> 
 
 
 def shared(original: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """`Tensor.share_memory_`: a fake has no memory to share with another process; datasets shares its epoch so."""
+    """`Tensor.share_memory_`: a fake is returned as it is, having no memory to share; datasets shares its epoch so."""
     return tensor if isinstance(tensor, FakeTensor) else original(tensor)
 
 

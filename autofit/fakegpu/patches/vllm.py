@@ -1,4 +1,4 @@
-"""A simulated vLLM for TRL's colocate and server modes, since vLLM may not be installed and cannot start here.
+"""A simulated vLLM for TRL's colocate and server modes, since vLLM itself may be missing and needs a real card.
 
 TRL 1.16 (`trl/generation/vllm_generation.py`) runs one engine in the training process with a fraction `u` of the card.
 In sleep mode the engine sleeps at level 2 outside of generation, wakes its weights for synchronisation and its KV cache
@@ -49,7 +49,7 @@ FIELDS = frozenset((*_FIRST_FIELDS, *_LATER_FIELDS))
 
 
 class SamplingParams(SimpleNamespace):
-    """vllm.SamplingParams: stores its arguments, and refuses what is no field of it as the real one (msgspec) does."""
+    """vllm.SamplingParams: stores its arguments, and refuses unknown fields as the real one (msgspec) does."""
 
     def __init__(self, **given: object) -> None:
         unknown = next((name for name in given if name not in FIELDS), None)
@@ -104,7 +104,7 @@ class _Settings(Protocol):
 
 
 class FakeEngine:
-    """`vllm.LLM` for one simulated card; `law` says what it holds and what it takes.
+    """`vllm.LLM` for one simulated card; `law` has its bytes and seconds.
 
     An engine in a process of its own holds `process_bytes` besides: its CUDA context and its communicators.
     """
@@ -296,7 +296,7 @@ def weights_bytes(model: torch.nn.Module) -> int:
 
 
 def _whole_numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of a parameter, of which this rank may hold a share; under ZeRO-3 the parameter itself is empty."""
+    """Elements of a whole parameter; this rank may hold a share, and under ZeRO-3 the parameter itself is empty."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -305,7 +305,7 @@ def _law(
     max_num_seqs: int | None = None, tensor_parallel_size: int = 1, batched_tokens: int = 4096,
     enable_sleep_mode: bool = False, remote: bool = False,
 ) -> VllmEngine:  # fmt: skip
-    """The engine that vLLM would build of `model`: its weights in half precision, without adapters."""
+    """The engine that vLLM would build of `model`: its weights in half precision, leaving out adapters."""
     config = full_config(_text_config(model))
     nbytes = weights_bytes(model)
     packed = any(not p.dtype.is_floating_point for p in model.parameters())

@@ -27,7 +27,7 @@ from autofit.fakegpu.patches.same_calls import Event, events_since, play
 aten = torch.ops.aten
 _LEAST_PLAYED = 4  # windows beyond one of each size
 _CHECKPOINT, _RECOMPUTATION = "_checkpoint_hook", "_recomputation_hook"  # torch's hooks on what autograd saves
-# Views and detached tensors of a window, by these hooks: the output's, and those of what is saved.
+# Views and detached tensors of a window, by these hooks: those of the output, and of saved tensors.
 _VIEWS_FORWARD = {"": 3, _CHECKPOINT: 2, _RECOMPUTATION: 6}
 _VIEWS_BACKWARD = {"": 3, _CHECKPOINT: 6, _RECOMPUTATION: 3}
 _WINDOWS_DIM = 2  # of queries, keys and values: (1, heads, tokens, dim)
@@ -103,9 +103,9 @@ def vision_towers(gpu: FakeGpu, module: ModuleType) -> Iterable[Target]:
 
 @dataclass(slots=True)
 class _Recording:
-    """An operator on one window: what it took and gave back in order, what it cost, and its outputs that stay.
+    """An operator on one window: its allocations and frees in order, its cost, and its outputs that stay.
 
-    An output is a tensor of the same size, and its allocation; None where it is not on the card.
+    An output is a tensor of the same size, and its allocation; None if it is off the card.
     """
 
     events: Sequence[Event]
@@ -136,11 +136,11 @@ class _Loop:
         self._needs_sums = False
         self._gradients: dict[int, _Recording] = {}  # of the backward of a window, by its length
         self._hooks = ""  # on what autograd saves
-        self._keeps = False  # whether what the backward needs stays after the forward
+        self._keeps = False  # True if the inputs of the backward stay after the forward
 
     # ------------------------------------------------------------------ when
     def takes(self, tensor: torch.Tensor, lengths: list[int], dim: int) -> bool:
-        """Whether the pieces of `lengths` are attended together; the same for queries, keys and values."""
+        """True if the pieces of `lengths` are attended together; the same for queries, keys and values."""
         if self.lengths:
             return lengths == self.lengths and bool(self._kernel)
         self.lengths = lengths
@@ -151,7 +151,7 @@ class _Loop:
         if not (plain and alone and several) or torch.is_inference_mode_enabled():
             return False
         self._hooks = _saved_tensor_hooks()
-        if self._hooks not in _VIEWS_BACKWARD:  # such as an offload of what is saved
+        if self._hooks not in _VIEWS_BACKWARD:  # such as an offload of saved tensors
             return False
         with self._aside():
             pieces = [tensor.narrow(dim, 0, length) for length in set(lengths)]
@@ -289,7 +289,7 @@ class _Loop:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context whose operations are not on the card."""
+        """Context whose operations are off the card."""
         before, self._gpu.tracer.paused = self._gpu.tracer.paused, True
         try:
             yield
@@ -322,7 +322,7 @@ class _Loop:
 
 
 def _twin(value: object) -> object:
-    """Arguments or outputs of an operation with other tensors of the same shapes, so that none of it is kept."""
+    """Arguments or outputs of an operation with other tensors of the same shapes, so that the given ones can go."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if isinstance(value, (list, tuple)):
@@ -331,7 +331,7 @@ def _twin(value: object) -> object:
 
 
 def _saved_tensor_hooks() -> str:
-    """The class of the innermost hooks on what autograd saves; "" without any."""
+    """The class of the innermost hooks on tensors that autograd saves; "" if there are none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return "" if hooks is None else str(hooks[0].__qualname__).split(".", maxsplit=1)[0]
 
@@ -350,7 +350,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Windows(torch.autograd.Function):
-    """Attention (1, heads, tokens, dim) within each window, without values."""
+    """Attention (1, heads, tokens, dim) within each window, of shapes alone."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, loop: _Loop) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _most(system: str) -> int:
 
 @dataclass(slots=True)
 class CollectiveSeconds:
-    """Seconds of collectives over cards of `spec`, of which a machine has at most `per_machine`.
+    """Seconds of collectives over cards of `spec`, at most `per_machine` of them in a machine.
 
     All network adapters of a machine have `network_gbit` Gbit/s together; 0: one a card, of the spec's.
     """
@@ -101,7 +101,7 @@ class CollectiveSeconds:
         return 1.0 - (_BLOCKS_BY_NVLINK if by_nvlink else _BLOCKS_BY_PCIE) / self.spec.sm_count
 
     def is_measured(self, ranks: int) -> bool:
-        """Whether a table has the collectives over so many cards."""
+        """True if a table has the collectives over `ranks` cards."""
         system = TABLES.get(self.spec.name)
         return system is not None and ranks <= min(self.per_machine, _most(system))
 
@@ -142,7 +142,7 @@ class CollectiveSeconds:
         return self.per_machine * self.spec.network_bytes_per_s
 
     def notes(self, ranks: int) -> list[str]:
-        """What is not measured of the seconds of collectives over `ranks` cards."""
+        """Notes on the unmeasured part of the seconds of collectives over `ranks` cards."""
         spec = self.spec
         if self.is_measured(ranks):
             slow = "; other machines of such cards can be several times as fast" if spec.name == "l40s" else ""
@@ -205,7 +205,7 @@ def log_error(spec: GpuSpec, shares: Mapping[str, float], ranks: int = 1) -> flo
 
 # -- the ranks of a job, and the memory that NCCL holds for them ------------------------------------------------------
 
-# A fake process group: this process is one rank of many, of which the others do not exist.
+# A fake process group: this process is one rank of many; the others do not exist.
 
 server_cards: ContextVar[int] = ContextVar("server_cards", default=1)  # that a rollout server has, each a whole copy
 
@@ -274,7 +274,7 @@ def _nvls_bytes(spec: GpuSpec, ranks: int) -> int:
 
 
 def nccl_note(spec: GpuSpec, ranks: int) -> str:
-    """One sentence on what was counted."""
+    """One sentence on the counted buffers of NCCL."""
     nvls = _nvls_bytes(spec, ranks)
     told = f"NCCL's buffers were counted with {(nccl_bytes(spec, ranks) - nvls) // MIB} MiB a group of ranks, observed"
     return told + (

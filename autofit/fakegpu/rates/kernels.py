@@ -49,7 +49,7 @@ class Grid:
         return total
 
 
-# Seconds of a matrix product on one card: waves of tiles, corrected by what was measured near the same shape.
+# Seconds of a matrix product on one card: waves of tiles, corrected by measurements near the same shape.
 #
 # A product of (m, k) and (k, n) is cut into tiles that the card's multiprocessors work off in waves, so its time jumps
 # where a wave more is needed. Interpolating measured times across these jumps is what makes plain tables wrong. So the
@@ -96,7 +96,7 @@ class Waves:
         )  # fmt: skip
 
     def cache_factor(self, nbytes: Floats) -> Floats:
-        """How many times as fast as memory a kernel reads and writes so many bytes, if it finds them in the cache."""
+        """Speed at which a kernel reads and writes `nbytes` that it finds in the cache, over that from memory."""
         beyond = self.cache_power * np.log(np.maximum(nbytes, 1.0) / self.cache_bytes)
         return 1.0 + self.cache_gain / (1.0 + np.exp(np.minimum(beyond, 50.0)))
 
@@ -129,7 +129,7 @@ class GemmTable:
         return self.waves.seconds(machine, m, n, k, batch) * np.exp(ratio)
 
 
-# Seconds of one attention kernel on one card: a roofline, corrected by what was measured near the same shape.
+# Seconds of one attention kernel on one card: a roofline, corrected by measurements near the same shape.
 #
 # The forward of flash attention was measured (causal, with and without grouped queries), as was one step of decoding.
 # Needs no torch.
@@ -176,7 +176,7 @@ def roofline(
     machine: Machine, batch: Floats, heads: Floats, key_heads: Floats, queries: Floats, keys: Floats, dim: Floats,
     *, share: float,
 ) -> Floats:  # fmt: skip
-    """Seconds without a correction; `share` is the part of the scores that is computed, 0.5 if causal."""
+    """Uncorrected seconds; `share` is the part of the scores that is computed, 0.5 if causal."""
     flops = 4.0 * batch * heads * queries * keys * dim * share
     moved = (2.0 * batch * heads * queries * dim + 2.0 * batch * key_heads * keys * dim) * machine.item_bytes
     return np.maximum(
@@ -340,7 +340,7 @@ _TOKENS_FIRST = {"_flash_attention_forward", "_flash_attention_backward"}  # fla
 
 
 class Work(NamedTuple):
-    """One kernel: its operator, shapes, FLOP/s of its dtype, bytes an element, and what bounds it without a table."""
+    """One kernel: its operator, shapes, FLOP/s of its dtype, bytes an element, and its bounds if it has no table."""
 
     name: str
     shapes: tuple[Shape, ...]
@@ -362,7 +362,7 @@ def family(name: str, shapes: Sequence[Shape]) -> Family:
 
 
 def places(name: str) -> tuple[Place | None, ...]:
-    """Where the sizes are of which a product's or attention's seconds are a function; None is 1.
+    """Places of the sizes that determine a product's or attention's seconds; None is 1.
 
     Batch, m, n, k of a product; batch, heads, key heads, queries, keys and head size of attention.
     """
@@ -440,7 +440,7 @@ class KernelSeconds:
 
     @property
     def cached_factor(self) -> float:
-        """How many times as fast as from memory the fewest bytes are moved."""
+        """Speed of moving the fewest bytes, over that from memory."""
         return float(self.rates.gemms.waves.cache_factor(np.array(0.0)))
 
     def measured(
