@@ -28,14 +28,23 @@ T = TypeVar("T")
 
 
 class Rounded(NamedTuple):
-    """A size in bytes: `scale` times the product of `dims`, each rounded up to a multiple of its own."""
+    """A size in bytes: `scale` times the product of `dims`, each rounded up to a multiple of its own.
+
+    0 up to a first dimension of `above`.
+    """
 
     scale: float
     dims: tuple[int, ...]
     multiples: tuple[int, ...]
+    above: int = 0
 
     @property
     def nbytes(self) -> int:
+        return self.most_bytes if self.dims[0] > self.above else 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Those it would have without `above`."""
         return round(self.scale * prod(map(_up, self.dims, self.multiples)))
 
 
@@ -375,15 +384,24 @@ def nonzero_beside(count: int) -> Held:
     return 4, select_bytes(count)
 
 
-def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int) -> Held:
+def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *, above: int = 0) -> Held:
     """embedding_backward_cuda_kernel in EmbeddingBackwardKernel.cu.
 
     Sorted and original indices, the places of segments, their parts and where these begin, two counts, and fp32 sums of
-    each part: a segment, the rows of one token, is split after 10 rows. Each row may be a segment.
+    each part: a segment, the rows of one token, is split after 10 rows. Each row may be a segment. Nothing of it up to
+    `above` indices.
     """
     count, dim, item = indices.numel(), grad.shape[-1], indices.element_size()
-    parts = count // 10 + min(count, num_weights)
-    return *_copy_with_gaps(grad), *[count * item] * 5, 8, 8, parts * item, parts * dim * max(4, grad.element_size())
+    rows = Rounded(1, (count,), (1,), above)
+    segments = Rounded(num_weights, (1,), (1,)) if count > max(num_weights, above) else rows
+    split = Rounded(0.1, (count - 9,), (10,), above - 9)
+
+    def held(each: int, *sizes: Rounded) -> Buffer:
+        return tuple(size._replace(scale=size.scale * each) for size in sizes)
+
+    counts = (8, 8) if count > above else ()
+    sums = held(item, segments, split), held(dim * max(4, grad.element_size()), segments, split)
+    return *_copy_with_gaps(grad), *[held(item, rows)] * 5, *counts, *sums
 
 
 def _index_put(
@@ -541,8 +559,8 @@ SCRATCH: dict[str, Scratch] = {
     "aten::sort": Scratch(_sort, ("default", "stable")),
     "aten::topk": Scratch(_topk),
     **named("cumsum cumprod logcumsumexp", Scratch(_cumulated)),
-    "aten::embedding_dense_backward": Scratch(  # no scratch up to 3072 indices
-        lambda _, grad, indices, count, *__, **___: _by_segments(grad, indices, count) if indices.numel() > 3072 else ()
+    "aten::embedding_dense_backward": Scratch(
+        lambda _, grad, indices, count, *__, **___: _by_segments(grad, indices, count, above=3072)
     ),
     "aten::_embedding_bag_backward": Scratch(
         lambda _, grad, indices, offsets, bags, sizes, most, count, *__, **___: _by_segments(grad, indices, count)

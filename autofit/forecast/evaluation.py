@@ -15,8 +15,9 @@ from autofit.plugin.protocol import EVALUATION, LOAD, ROLLOUT, SCORING, SYNC, UP
 
 Engine = VllmEngine | PagedBatching
 LAST = "!"  # suffix of the segment of a step's last micro-batch, where several ranks add up their gradients in it
-_ONCE = (UPDATE, UPDATE + LATER + LAST, "optimizer", "between")  # segments that run once in an optimizer step
-OF_MICRO_BATCH = (UPDATE, "optimizer", "between")
+BETWEEN = "between"  # two steps: the next one's micro-batches are fetched beside the last one's
+_ONCE = (UPDATE, UPDATE + LATER + LAST, "optimizer", BETWEEN)  # segments that run once in an optimizer step
+OF_MICRO_BATCH = (UPDATE, "optimizer", BETWEEN)
 _OF_ROLLOUT = (ROLLOUT, WAKE_UP, SYNC, DECODE)
 
 
@@ -34,7 +35,11 @@ class Parts:
         values = dict(zip(("B", "G", "C", "r"), rows.T, strict=True))
         once = model.seconds(values, layers, values["C"])
         seconds = {name: passes(name, shapes, once) * each for name, each in once.items()}
-        return cls(shapes=shapes, peaks=model.peaks(values, layers), seconds=seconds)
+        more = model.sample_bytes * values["B"] * ([s.accumulation for s in shapes] - np.float64(model.micro_batches))
+        peaks = {
+            phase: peak + (2 if phase == BETWEEN else 1) * more for phase, peak in model.peaks(values, layers).items()
+        }
+        return cls(shapes=shapes, peaks=peaks, seconds=seconds)
 
     @property
     def held_bytes(self) -> Floats:

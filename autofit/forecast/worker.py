@@ -37,7 +37,7 @@ from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
 from autofit.files import Scratch, write_json, written_json
-from autofit.forecast.evaluation import LAST, OF_MICRO_BATCH, Evaluated, Parts, plain
+from autofit.forecast.evaluation import BETWEEN, LAST, OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.predictions import LATER, Shape, accumulation_of
 from autofit.hardware.calibration import host_costs
 from autofit.plugin.protocol import (
@@ -161,6 +161,7 @@ class Recording:
         )
         with simulated_rank(Launch.of(self.values), device=self.device), card as gpu, few:
             gpu.only_last_decode_steps = gpu.plays_micro_batches = True
+            gpu.memory.keeps_empty = not follow_layers
             if gpu.tracer.shortcut is not None:
                 gpu.tracer.shortcut.known = self.operations
             gpu.clock.known = self.costs
@@ -297,7 +298,7 @@ class _Marks(Report):
         self.enter(OPTIMIZER)
 
     def optimizer_ends(self) -> None:
-        self.enter("between")
+        self.enter(BETWEEN)
 
 
 # -- one structure ----------------------------------------------------------------------------------------------------
@@ -405,6 +406,9 @@ class Structure:
             depths=(traces[0], traces[1]) if depths else (traced, traced), at=at,
             ranges={name: self.ranges[name] for name in at}, layers=recording.layers, seconds=self._seconds,
         )  # fmt: skip
+        if not self._generates:
+            fetched = traced.left_by(BETWEEN) / base.accumulation / base.micro_batch
+            model = replace(model, sample_bytes=fetched, micro_batches=base.accumulation)
         return (model, *self._held_out(model, seen))
 
     def _sketched(self) -> MassModel:

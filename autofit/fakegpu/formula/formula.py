@@ -70,16 +70,17 @@ class Trace:
             shape = a.shape if prod(a.shape) * unit == a.nbytes else (a.nbytes,)
             phase = a.phase.rstrip("+")
             file = a.code.co_filename if a.code else ""
-            parts = tuple((part.scale, part.multiples) for part in a.parts)
+            parts = tuple((part.scale, part.multiples, part.above) for part in a.parts)
             shapes = tuple(part.dims for part in a.parts) or (tuple(shape),)
             kinds.append(Kind((phase, a.op, a.dtype, file, a.line, parts), shapes))
             units.append(unit if shape is a.shape and not parts else 1)
             phases.append(a.phase)
+        sizes = tuple(sum(part.nbytes for part in a.parts) if a.parts else a.nbytes for a in allocations)
         log = gpu.memory.log
         ids, nbytes = np.asarray(log.ids, np.int64), np.asarray(log.nbytes, np.int64)
         kept, numbers = foreseen[ids], np.cumsum(foreseen) - 1
         return cls(
-            layers=layers, kinds=tuple(kinds), sizes=tuple(a.nbytes for a in allocations), unit_bytes=tuple(units),
+            layers=layers, kinds=tuple(kinds), sizes=sizes, unit_bytes=tuple(units),
             phases=tuple(phases), ids=numbers[ids[kept]], signs=np.sign(nbytes[kept]), kernels=kernels,
         )  # fmt: skip
 
@@ -92,6 +93,17 @@ class Trace:
             phase = self.phases[self.ids[event]]
             found[phase] = max(found.get(phase, 0), int(live[event]))
         return found
+
+    def left_by(self, phase: str) -> int:
+        """Bytes that are allocated in the first pass through `phase` and outlive it."""
+        starts = np.flatnonzero(self.signs > 0)
+        inside = np.asarray([self.phases[self.ids[event]] == phase for event in starts])
+        begin = int(inside.argmax())
+        if not inside.any() or inside[begin:].all():
+            return 0
+        first, end = starts[begin], starts[begin + int((~inside[begin:]).argmax())]
+        ids, events = np.unique(self.ids[first:end], return_counts=True)
+        return int(np.asarray(self.sizes)[ids[(events == 1) & (ids >= self.ids[first])]].sum())
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -127,6 +139,8 @@ class MassModel:
     time: KernelRows
     unmatched: Mapping[str, int] = field(default_factory=dict)
     engine: VllmEngine | PagedBatching | None = None  # of a rollout; its bytes and seconds are not among the model's
+    sample_bytes: float = 0.0  # of each sample of a step, whose micro-batches are all on the card before it begins
+    micro_batches: int = 1  # of a traced step
 
     @classmethod
     def fit(
@@ -164,13 +178,14 @@ class MassModel:
         time = self.time
         rest = {
             "variables": self.variables, "layers": self.layers, "exponents": self.exponents, "base": self.base,
-            "steps": [[each.multiple, each.size, [asdict(f) for f in each.factors]] for each in self.steps],
+            "steps": [[each.multiple, each.size, [asdict(f) for f in each.factors], each.above] for each in self.steps],
             "row_phases": self.row_phases, "unmatched": self.unmatched, "time_layers": time.layers,
             "time_exponents": time.exponents, "segments": time.segments, "host": time.host, "alone": time.alone,
             "spec": asdict(time.kernels.spec), "costs": asdict(time.kernels.costs), "tabled": time.tabled.to_json(),
             "orders": {phase: [order.to_json() for order in orders] for phase, orders in time.orders.items()},
             "sums": {name: [list(row) for row in rows] for name, rows in time.sums.items()},
             "engine": None if self.engine is None else self.engine.to_json(),
+            "sample_bytes": self.sample_bytes, "micro_batches": self.micro_batches,
         }  # fmt: skip
         np.savez(
             path, rest=np.array(json.dumps(rest)), rows=self.rows, slopes=self.slopes, flop_s=time.flop_s,
@@ -195,11 +210,11 @@ class MassModel:
         )  # fmt: skip
         return cls(
             variables=tuple(rest["variables"]), layers=rest["layers"], base=tuple(rest["base"]),
-            steps=tuple(Steps(m, n, tuple(Affine(**f) for f in factors)) for m, n, factors in rest["steps"]),
+            steps=tuple(Steps(m, n, tuple(Affine(**f) for f in factors), above) for m, n, factors, above in rest["steps"]),
             exponents=tuple(map(tuple, rest["exponents"])),
             rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
             unmatched=rest["unmatched"],
-            engine=_engine(rest["engine"]),
+            engine=_engine(rest["engine"]), sample_bytes=rest["sample_bytes"], micro_batches=rest["micro_batches"],
         )  # fmt: skip
 
     def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
@@ -266,8 +281,8 @@ def _bytes(kind: Kind, unit: int, symbols: Symbols) -> Polynomial:
     if not origin[-1]:
         return {e: unit * value for e, value in symbols.numel(kind).items()}
     total: Polynomial = {}
-    for which, (scale, multiples) in enumerate(origin[-1]):
-        for exponents, value in symbols.rounded_numel(kind, which, multiples).items():
+    for which, (scale, multiples, above) in enumerate(origin[-1]):
+        for exponents, value in symbols.rounded_numel(kind, which, multiples, above).items():
             total[exponents] = total.get(exponents, 0.0) + scale * value
     return total
 

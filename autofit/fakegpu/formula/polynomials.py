@@ -48,12 +48,13 @@ class Affine:
 class Steps:
     """The number of multiples that hold a dimension: `size` at the base point, times the factors, rounded up.
 
-    A variable of a polynomial that is made from other variables.
+    0 of a dimension up to `above`. A variable of a polynomial that is made from other variables.
     """
 
     multiple: int
     size: int
     factors: tuple[Affine, ...]
+    above: int = 0
 
     @property
     def variable(self) -> int:
@@ -68,7 +69,7 @@ class Steps:
         dim = np.full(len(values), float(self.size))
         for f in self.factors:
             dim *= 1 + f.slope * (values[:, f.variable] - base[f.variable])
-        return np.ceil((dim - 1e-6) / self.multiple)
+        return np.where(dim > self.above + 1e-6, np.ceil((dim - 1e-6) / self.multiple), 0.0)
 
 
 def with_steps(values: Values, base: Sequence[float], steps: Sequence[Steps]) -> Values:
@@ -161,14 +162,16 @@ class Symbols:
                     return Steps(multiple, small, (Affine(at, (large - small) / small / step),))
         return Affine(at, (new - old) / old / step)
 
-    def rounded_numel(self, kind: Kind, which: int, multiples: Sequence[int]) -> Polynomial:
-        """`numel`, with each dimension rounded up to its multiple."""
+    def rounded_numel(self, kind: Kind, which: int, multiples: Sequence[int], above: int = 0) -> Polynomial:
+        """`numel`, with each dimension rounded up to its multiple; 0 up to a first dimension of `above`."""
         scale, factors = 1.0, list[Factor]()
         own = self.factors.get(kind, ((),) * (which + 1))[which] or ((),) * len(multiples)
-        for size, multiple, of_dim in zip(kind.shapes[which], multiples, own, strict=True):
+        for place, (size, multiple, of_dim) in enumerate(zip(kind.shapes[which], multiples, own, strict=True)):
             scale *= -(-size // multiple) * multiple
-            plain = tuple(f for f in of_dim if isinstance(f, Affine))
-            factors += [Steps(multiple, size, plain)] if multiple > 1 and plain else of_dim
+            plain, limit = tuple(f for f in of_dim if isinstance(f, Affine)), 0 if place else above
+            if limit and not plain and size <= limit:
+                return {}
+            factors += [Steps(multiple, size, plain, limit)] if (multiple > 1 or limit) and plain else of_dim
         return self.product(scale, factors)
 
     def product(self, scale: float, factors: Iterable[Factor]) -> Polynomial:
