@@ -17,12 +17,13 @@ from transformers import Qwen3Config
 from autofit.fakegpu.engines.forward import Decoder
 from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
-from autofit.fakegpu.formula.polynomials import Kind, Symbols
+from autofit.fakegpu.formula.kernel_log import KernelKinds
+from autofit.fakegpu.formula.polynomials import Basis, Kind, Symbols, with_steps
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.files import write_json
 from autofit.forecast import worker
 from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
-from autofit.forecast.evaluation import Sketched
+from autofit.forecast.evaluation import Parts, Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.forecast.predictions import LARGE, Shape, Sorted, Structure, without
 from autofit.recipe.keys import BatchKeys
@@ -54,6 +55,7 @@ class Law:
     """A mass model in place of a traced one: a law of the settings, some of which change what others do."""
 
     variables, base, engine = ("B", "G", "C", "r"), (10.0, 10.0, 129.0, 7.0), None
+    sample_bytes, micro_batches = 0.0, 1
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         on = np.array([factors for name, factors in SWITCHES.items() if values.get(name)]).reshape(-1, 6)
@@ -310,24 +312,38 @@ def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
     assert both_bytes < awake_bytes - 0.2 * card.capacity_bytes
 
 
-def test_kinds_of_which_a_wider_trace_has_more_are_matched_by_their_dimensions() -> None:
-    """A last tile of the loss that is as large as the others is one kind with them: no product was matched then."""
+def test_a_size_of_a_weight_is_not_taken_for_the_rows_of_the_last_tile() -> None:
+    """Five samples of 1,024 tokens leave 1,018 rows of a tile (one is padded), and keys have 1,024 features."""
     product = ("update", "mm", (), False)
-    tile, tail = Kind(product, ((4096, 512), (512, 9000))), Kind(product, ((1018, 512), (512, 9000)))
-    narrow, wide = (Kind(product, ((tokens, 512), (512, 512))) for tokens in (5120, 8192))
-    rows = [Kind(("update", "silu", (), False), ((samples, 1024, 512),)) for samples in (5, 8)]
-    symbols = Symbols(("B",), (5.0,), rounds=False)
-    base = dict.fromkeys((tile, tail, narrow, rows[0]), 1.0)
-    symbols.start(base)
-    symbols.vary("B", 8.0, base, {tile: 2.0, wide: 1.0, rows[1]: 1.0})
-    assert symbols.numel(narrow) == pytest.approx({(1,): 1024 * 512.0})
-    assert symbols.unmatched == {"B": 1}  # the tail
+    tile, tail = (Kind(product, ((rows, 512), (512, 9000))) for rows in (4096, 1018))
+    queries, keys = (Kind(product, ((5120, 4096), (4096, features))) for features in (4096, 1024))
+    recording = worker.Recording(
+        trainer=cast(Any, None), layers=4, keys=BatchKeys(micro_batch="b", accumulation="a"), values={},
+        device="sim:l4", worst_case=cast(Any, None), tile_tokens=4096, sizes={512, 1024, 4096, 9000},
+    )  # fmt: skip
+    point = worker.Point(micro_batch=5, completion=1024, rank=None, accumulation=2, chunk=1)
+    found = recording._in_whole_tiles(KernelKinds(counts=dict.fromkeys((tile, tail, queries, keys), 1.0)), point)
+    assert found.counts == {tile: pytest.approx(1 + 1018 / 4096), queries: 1.0, keys: 1.0}
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(1024, (5, 9)), (2048, (3, 5)), (4096, (3, 4)), (700, (6, 12))])
-def test_a_second_trace_above_a_tile_of_the_loss_has_a_tile_more(tokens: int, chosen: tuple[int, int]) -> None:
-    """With half a tile more the last tile grew, and products of 8,192 tokens were forecast 26 % too fast."""
-    assert _points(tokens, hidden=4608, mlp=14336, large=True) == chosen
+def test_a_buffer_that_kernels_need_from_so_many_rows_on_is_in_a_law_of_fewer() -> None:
+    """Traces of up to 3,072 tokens had no scratch of the embedding's gradient, and so no forecast had any."""
+    fewer, more = (Kind("scratch", ((tokens - 9,),)) for tokens in (1024, 2048))
+    symbols = Symbols(("B",), (1.0,))
+    symbols.start({fewer: 1.0})
+    symbols.vary("B", 2.0, {fewer: 1.0}, {more: 1.0})
+    law = symbols.rounded_numel(fewer, 0, (10,), above=3072 - 9)
+    points = with_steps(np.array([[1.0], [3.0], [4.0]]), symbols.base, symbols.steps)
+    basis = Basis.of([law])
+    assert (basis.at(points) @ basis.rows([law])[0]).round() == pytest.approx([0, 0, 4090])
+
+
+def test_every_micro_batch_of_a_step_is_on_the_card_and_between_steps_those_of_two() -> None:
+    model = cast(MassModel, Law({}))
+    vars(model).update(sample_bytes=1e5, micro_batches=2)
+    shapes = tuple(Shape(4, accumulation, 1, 0, 0) for accumulation in (2, 8))
+    with_two, with_eight = np.stack(list(Parts.of(model, 1, shapes).peaks.values()), axis=1)
+    assert (with_eight - with_two).tolist() == [2.4e6] * len(with_two)
 
 
 def test_a_sketch_of_samples_without_completions_holds_as_many_as_a_micro_batch_has() -> None:
@@ -340,40 +356,37 @@ def test_a_sketch_of_samples_without_completions_holds_as_many_as_a_micro_batch_
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "mlp", "sequences", "padded", "chosen"),
+    ("tokens", "hidden", "mlp", "told", "chosen"),
     [
-        (1024, 2048, 6144, 1, False, (3, 4)),  # two samples have as many tokens as the model has features
-        (1024, 2048, 8192, 1, False, (3, 4)),  # four have half of those of the MLP, which is no size of a product
-        (1024, 3072, 8192, 1, False, (2, 4)),  # three have as many as the model has features
-        (1024, 3072, 8192, 2, False, (2, 3)),  # of pairs, four have those of the MLP
-        (1024, 2304, 6144, 1, False, (2, 3)),
-        (1000, 2048, 6144, 1, False, (2, 3)),
-        (2048, 512, 6144, 1, False, (1, 2)),
-        (2048, 512, 6144, 1, True, (2, 3)),  # one sample alone has no padding, and another kernel of attention
+        (1024, 2048, 6144, {}, (3, 4)),  # two samples have as many tokens as the model has features
+        (1024, 2048, 8192, {}, (3, 4)),  # four have half of those of the MLP, which is no size of a product
+        (1024, 3072, 8192, {}, (2, 4)),  # three have as many as the model has features
+        (1024, 3072, 8192, {"sequences": 2}, (2, 3)),  # of pairs, four have those of the MLP
+        (1024, 2304, 6144, {}, (2, 3)),
+        (1000, 2048, 6144, {}, (2, 3)),
+        (2048, 512, 6144, {}, (1, 2)),
+        (2048, 512, 6144, {"padded": True}, (2, 3)),  # one sample alone has no padding, and another kernel of attention
+        (1024, 4608, 14336, {"large": True}, (5, 7)),
+        (1024, 7168, 14336, {"large": True}, (5, 6)),  # seven have as many tokens as the model has features
     ],
 )
 def test_samples_of_a_trace_have_tokens_that_are_no_size_of_the_model(
-    tokens: int, hidden: int, mlp: int, sequences: int, padded: bool, chosen: tuple[int, int]
+    tokens: int, hidden: int, mlp: int, told: dict[str, int], chosen: tuple[int, int]
 ) -> None:
     """With 2,048 tokens before 2,048 features the products were forecast 3.7 times too fast, and the update 19 %."""
-    assert _points(tokens, hidden=hidden, mlp=mlp, sequences=sequences, padded=padded) == chosen
-
-
-def _points(
-    tokens: int, *, hidden: int, mlp: int, sequences: int = 1, padded: bool = False, large: bool = False
-) -> tuple[int, int]:
-    """The samples of a structure's first and second trace."""
     config = Qwen3Config(
         hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=4, num_attention_heads=hidden // 128,
         num_key_value_heads=8, head_dim=128, vocab_size=4000,
     )  # fmt: skip
     structure = worker.Structure(
         trainer="sft", keys=BatchKeys(micro_batch="b", accumulation="a"), tile_tokens=4096, values={}, device="sim:l4",
-        worst_case="", large=large, padded=padded, reused=False, varies_rank=False, ranges={}, hold_out={},
+        worst_case="", large=bool(told.get("large")), padded=bool(told.get("padded")), reused=False, varies_rank=False,
+        ranges={}, hold_out={},
     )  # fmt: skip
-    vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens, "lengths": {"sequences": sequences}})
+    lengths = {"sequences": told.get("sequences", 1)}
+    vars(structure).update(_config=config, _worst_case={"longest_tokens": tokens, "lengths": lengths})
     base = structure._base().micro_batch
-    return base, structure._wider(base)
+    assert (base, structure._wider(base)) == chosen
 
 
 def test_a_micro_batch_of_samples_has_a_model_of_its_own_above_a_tile_of_the_loss() -> None:

@@ -25,6 +25,7 @@ from autofit.fakegpu.reductions import (
 from autofit.fakegpu.specs import GpuSpec
 
 T = TypeVar("T")
+_ALL = 1 << 40  # more than any dimension: one rounded up to its multiple is constant
 
 
 class Rounded(NamedTuple):
@@ -393,7 +394,7 @@ def _by_segments(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, *,
     """
     count, dim, item = indices.numel(), grad.shape[-1], indices.element_size()
     rows = Rounded(1, (count,), (1,), above)
-    segments = Rounded(num_weights, (1,), (1,)) if count > max(num_weights, above) else rows
+    segments = Rounded(num_weights / _ALL, (count,), (_ALL,), above) if count > num_weights else rows
     split = Rounded(0.1, (count - 9,), (10,), above - 9)
 
     def held(each: int, *sizes: Rounded) -> Buffer:

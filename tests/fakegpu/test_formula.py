@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from architectures import write_model as write_architecture
 from recipes import inspect
 from tiny import write_model, write_offline_recipe, write_recipe
 
-from autofit.fakegpu.formula.formula import MassModel
+from autofit.fakegpu.formula.formula import MassModel, Trace, _bytes
+from autofit.fakegpu.formula.polynomials import Basis, Symbols, with_steps
 from autofit.fakegpu.patches import same_calls
 from autofit.files import write_json
 from autofit.forecast.composed import Made
@@ -169,6 +170,41 @@ def test_so_are_those_of_samples(trainer: str, tmp_path: Path, monkeypatch: pyte
     more = _tiles(structure, replace(base, micro_batch=base.micro_batch + 2))
     share = 1 + 2 / base.micro_batch
     assert more == pytest.approx({kind: n * share for kind, n in few.items()})
+
+
+def _scratch_of_embedding(trace: Trace) -> list[int]:
+    """Numbers of the allocations of the kernel's buffers that grow with its rows."""
+    found = ((place, cast(Any, kind.origin)) for place, kind in enumerate(trace.kinds))
+    return [place for place, origin in found if "embedding_dense_backward" in origin and origin[-1]]
+
+
+def test_a_full_training_of_many_micro_batches_is_evaluated_as_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of five micro-batches are on the card at once, and the embedding's scratch begins above 3,072 tokens."""
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path / "model", layers=5)
+    path = write_offline_recipe("sft", tmp_path, model, max_length=700, use_peft=False)
+    worst_case = tmp_path / "worst_case.json"
+    answer = inspect("sft", yaml.safe_load(path.read_text()), "sim:l4", worst_case, prompt_tokens=600)
+    structure = Structure(
+        trainer="sft", keys=SAMPLES, tile_tokens=None, values=dict(answer["values"]),  # type: ignore[call-overload]
+        device="sim:l4", worst_case=str(worst_case), large=False, reused=False, varies_rank=False,
+        ranges={"B": (1, 16)}, hold_out={"B": 6, "accumulation": 5, "chunk": 1},
+    )  # fmt: skip
+    told, mismatch, _ = structure.model()
+    assert mismatch.bytes_frac < 1e-5
+    assert told.sample_bytes > 0
+    base = structure._base()
+    few, more, most = (structure.recording.trace(replace(base, micro_batch=n), structure.stack) for n in (3, 4, 6))
+    symbols = Symbols(("B",), (3.0,))
+    symbols.start(few.counts)
+    symbols.vary("B", 4.0, few.counts, more.counts)
+    laws = [_bytes(few.kinds[place], 1, symbols) for place in _scratch_of_embedding(few)]
+    point, basis = with_steps(np.array([[6.0]]), symbols.base, symbols.steps), Basis.of(laws)
+    scratch = [most.sizes[place] for place in _scratch_of_embedding(most)]
+    assert (basis.rows(laws) @ basis.at(point)[0]).round().tolist() == scratch
+    assert min(scratch) > 0
 
 
 def test_seconds_grow_with_what_is_computed(model: MassModel) -> None:

@@ -210,7 +210,7 @@ class MassModel:
         )  # fmt: skip
         return cls(
             variables=tuple(rest["variables"]), layers=rest["layers"], base=tuple(rest["base"]),
-            steps=tuple(Steps(m, n, tuple(Affine(**f) for f in factors), above) for m, n, factors, above in rest["steps"]),
+            steps=tuple(Steps(m, n, tuple(Affine(**f) for f in fs), above) for m, n, fs, above in rest["steps"]),
             exponents=tuple(map(tuple, rest["exponents"])),
             rows=arrays["rows"], slopes=arrays["slopes"], row_phases=tuple(rest["row_phases"]), time=time,
             unmatched=rest["unmatched"],
