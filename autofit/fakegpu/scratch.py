@@ -41,7 +41,7 @@ class Rounded(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.most_bytes if self.dims[0] > self.above else 0
+        return 0 if self.above and self.dims[0] <= self.above else self.most_bytes
 
     @property
     def most_bytes(self) -> int:

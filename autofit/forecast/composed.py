@@ -25,9 +25,10 @@ from autofit.errors import EnvironmentFault
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.files import read_json, write_json
 from autofit.forecast.evaluation import Engine, Evaluated, Parts, Sketched, passes, plain
-from autofit.forecast.predictions import Setting, Shape, Structure, differences, variables
+from autofit.forecast.predictions import LATER, Setting, Shape, Structure, differences, variables
 from autofit.hardware import calibration
 from autofit.hardware.hardware import host_memory_bytes, threads_of_each
+from autofit.plugin.protocol import UPDATE
 from autofit.probing.fork_server import ForkServer
 from autofit.probing.job import by_content, code_hash
 from autofit.recipe.keys import BatchKeys
@@ -92,16 +93,18 @@ class Workshop:
         After a Ctrl-C the running traces stop too.
         """
         self.scratch.mkdir(parents=True, exist_ok=True)
-        requests = [*whole.values(), *sketches.values()]
+        names = [_key(request, self.worst_case) for request in (*whole.values(), *sketches.values())]
+        requests = dict(zip(names, (*whole.values(), *sketches.values()), strict=True))  # alike ones are made once
         at_once = max(1, min(self.workers, len(requests)))
         made_by = partial(self._made, processes=processes(at_once))
         with ThreadPoolExecutor(self.workers) as pool:
             try:
-                made = list(pool.map(made_by, requests))
+                found = dict(zip(requests, pool.map(made_by, requests.values()), strict=True))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._cancel.touch()
                 raise
+        made = [found[name] for name in names]
         return dict(zip(whole, made, strict=False)), dict(zip(sketches, made[len(whole) :], strict=True))
 
     @property
@@ -253,7 +256,7 @@ class Composer:
         if (effects := self._effects(structure, shapes)) is None:
             return None
         seconds, engine = dict(parts.seconds), made.model.engine
-        for before, after in effects:
+        for before, after in sorted(effects, key=lambda pair: not _new(parts.seconds, *(s.seconds for s in pair))):
             _change_seconds(seconds, before.seconds, after.seconds, shapes)
             engine = _changed_engine(engine, before.engine, after.engine)
         added = self._composed(changed_bytes(parts.peaks, effects), seconds, shapes, engine)
@@ -274,16 +277,15 @@ class Composer:
         """Sketches (before, after) whose changes together lead from the recipe's own structure to this one."""
         if structure in self.sketches and self.sketches[structure].model is None:
             return None
-        sketched = [s for s, made in self.sketches.items() if made.model is not None]
-        if not sketched:
+        if not self._traced:
             return None
-        near = min(sketched, key=lambda s: (len(differences(structure, s)), len(differences(s, self.own))))
+        near = min(self._traced, key=lambda s: (len(differences(structure, s)), len(differences(s, self.own))))
         found = [(self._sketch(self.own, shapes), self._sketch(near, shapes))]
         for name, value, of_near in differences(structure, near):
-            for of_setting, forward in ((of_near, False), (value, True)):
-                if of_setting != dict(self.own)[name]:
-                    pair = self._pair((name, of_setting), shapes)
-                    found.append(pair[::-1] if forward else pair)
+            if of_near != dict(self.own)[name]:
+                found.append(self._pair((name, of_near), shapes, near=near))
+            if value != dict(self.own)[name]:
+                found.append(self._pair((name, value), shapes, near=structure)[::-1])
         known = [(before, after) for before, after in found if before is not None and after is not None]
         return known if len(known) == len(found) else None
 
@@ -308,10 +310,27 @@ class Composer:
         shapes = tuple(Shape(b, 1, self.chunks(self.own), self.completion, 0) for b in (1, 4, 16, 64))
         return frozenset(setting for setting in self.pairs if _alike(*self._pair(setting, shapes)))
 
-    def _pair(self, setting: Setting, shapes: tuple[Shape, ...]) -> tuple[Sketched | None, Sketched | None]:
-        """The sketches (with the setting, without it) at `shapes`; None for one that failed."""
-        with_it, without = (self._sketch(s, shapes) for s in self.pairs.get(setting, (None, None)))
+    def _pair(
+        self, setting: Setting, shapes: tuple[Shape, ...], *, near: Structure | None = None
+    ) -> tuple[Sketched | None, Sketched | None]:
+        """The sketches (with the setting, without it) at `shapes`; None for one that failed.
+
+        Of several such pairs, whose other settings are alike, the one like the structure `near`.
+        """
+        pair: tuple[Structure | None, Structure | None] = self.pairs.get(setting, (None, None))
+        if near is not None and None not in pair:
+            name, value = setting
+            others = {s: tuple((n, v if n != name else dict(self.own)[n]) for n, v in s) for s in self._traced}
+            alike = [s for s, without in others.items() if dict(s)[name] == value and without in others]
+            nearest = min(alike, key=lambda s: len(differences(near, s)), default=pair[0])
+            if nearest in others and len(differences(near, nearest)) < len(differences(near, pair[0])):
+                pair = nearest, others[nearest]
+        with_it, without = (self._sketch(s, shapes) for s in pair)
         return with_it, without
+
+    @property
+    def _traced(self) -> list[Structure]:
+        return [s for s, made in self.sketches.items() if made.model is not None]
 
     def _sketch(self, structure: Structure | None, shapes: tuple[Shape, ...]) -> Sketched | None:
         made = None if structure is None else self.sketches.get(structure)
@@ -350,23 +369,22 @@ def changed_bytes(
     An effect whose sketches lack a phase changes it by what it changes of the bytes that are always held. A phase that
     the recipe's own structure lacks starts from the sketch of the setting that brings it.
     """
-    brought = (n for before, after in effects for n in _new(peaks, after.peaks) if n not in before.peaks)
+    brought = (name for before, after in effects for name in _new(peaks, before.peaks, after.peaks))
     return {name: _changed(name, peaks, effects, multiplied=multiplied) for name in dict.fromkeys((*peaks, *brought))}
 
 
 def _changed(
     phase: str, peaks: Mapping[str, Floats], effects: Sequence[tuple[Sketched, Sketched]], *, multiplied: bool
 ) -> Floats:
-    known = any(phase in each.peaks for pair in effects for each in pair)
-    name = phase if known else plain(phase)
     brings = [
-        place for place, (before, after) in enumerate(effects) if name in after.peaks.keys() - before.peaks.keys()
+        place for place, (before, after) in enumerate(effects) if phase in after.peaks.keys() - before.peaks.keys()
     ]
     first = -1 if phase in peaks else brings[0]
-    found = peaks[phase] if first < 0 else effects[first][1].peaks[name]
+    found = peaks[phase] if first < 0 else effects[first][1].peaks[phase]
     for place, (before, after) in enumerate(effects):
         if place == first:
             continue
+        name = phase if phase in before.peaks or phase in after.peaks else plain(phase)
         has_phase = name in before.peaks or name in after.peaks
         old, new = (each.peaks.get(name, 0 * found) if has_phase else each.held_bytes for each in (before, after))
         scaled = found * new / np.maximum(old, 1.0)
@@ -386,7 +404,7 @@ def _change_seconds(
     seconds: dict[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats], shapes: Sequence[Shape]
 ) -> None:
     """Multiply each segment by the ratio of its sketches; a segment that only the setting has is added."""
-    for segment in (*seconds, *_new(seconds, after)):
+    for segment in (*seconds, *_new(seconds, before, after)):
         name = segment if segment in before or segment in after else plain(segment)
         old, new = before.get(name), after.get(name)
         if old is not None:
@@ -396,10 +414,11 @@ def _change_seconds(
             seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes, after) * new
 
 
-def _new(known: Mapping[str, Floats], sketched: Mapping[str, Floats]) -> list[str]:
-    """The phases or segments of a sketch that are unknown under any suffix."""
+def _new(known: Mapping[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats]) -> list[str]:
+    """Phases or segments that an effect brings: unknown under any suffix, or a step's further micro-batches."""
     names = {plain(name) for name in known}
-    return [name for name in sketched if plain(name) not in names]
+    brought = [name for name in after if name not in known and name not in before]
+    return [name for name in brought if plain(name) not in names or name.startswith(UPDATE + LATER)]
 
 
 def _alike(one: Sketched | None, other: Sketched | None) -> bool:
