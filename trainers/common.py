@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -27,6 +28,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
+from trl.data_utils import is_conversational
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
@@ -44,6 +46,7 @@ _IDLE: dict[str, object] = {
     "use_liger_kernel": False, "activation_offloading": False, "router_aux_loss_coef": None, "deepspeed": None,
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
+_TEMPLATE = "chat_template_path"  # key of SFT
 _ROWS = 1000  # rows per batch when lengths are read
 LARGEST = 64  # rows that are tokenised before the whole dataset
 _MOST_CHARACTERS = 8_000_000  # some two seconds of a tokenizer
@@ -134,11 +137,27 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, *
         try:
             trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows, **more)
         except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
+            if _lacks_template(config, rows):
+                instead = "use plain text" + (", or set chat_template_path" if hasattr(training, _TEMPLATE) else "")
+                text = f"the samples are messages, but the model's tokenizer has no chat template; {instead}"
+                raise ConfigError(text) from error
             kind_of = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
             raise ConfigError(
                 f"TRL's {kind.__name__} cannot use {dataset_name(config)}: {kind_of}{short(error)}"
             ) from error
     return trainer.train_dataset
+
+
+def _lacks_template(config: TrlConfig, rows: Dataset) -> bool:
+    """Whether `rows` are messages and the tokenizer has no template for them."""
+    if not is_conversational(rows[0]) or getattr(config.training, _TEMPLATE, None):
+        return False
+    name, revision = config.model.model_name_or_path, config.model.model_revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError):
+        return False
+    return tokenizer.chat_template is None
 
 
 def prepared_longest(
