@@ -182,6 +182,7 @@ SEARCH = ["search", "run.yaml", "--target-vram", "1GB", "--device", "cpu"]
         ([*SEARCH, "--trials", "0"], "--trials must be 1 or more; got 0"),
         ([*SEARCH, "--trials", "many"], "invalid int value"),
         ([*SEARCH, "--trails", "3"], "nearest valid one is '--trials'|unrecognized arguments"),
+        ([*SEARCH, "--nodes", "2"], "--gpu 2x8xh100 says two machines"),
         ([*SEARCH, "--allow", "everything"], "invalid choice"),
         ([*SEARCH, "--space", "gone.yaml"], "search space gone.yaml does not exist"),
         ([*SEARCH, "--space", "grpoo"], "no search space 'grpoo'; the nearest valid one is 'grpo'"),

@@ -51,9 +51,9 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith(_UNKNOWN):
             words = message.removeprefix(_UNKNOWN).split()
             wrong = [word.partition("=")[0] for word in words if word.startswith("-")]
-            machines = bool(wrong) and wrong[0].lstrip("-").replace("-", "_") in _MACHINES and "--gpu" in self._options()
-            near = nearest(wrong[0], self._options()) if wrong else ""
-            hint = "; --gpu 2x8xh100 says two machines of eight cards" if machines else near
+            hint = nearest(wrong[0], self._options()) if wrong else ""
+            if wrong and wrong[0].strip("-").replace("-", "_") in _MACHINES and "--gpu" in self._options():
+                hint = "; --gpu 2x8xh100 says two machines of eight cards"
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
         if (no_command := _NO_COMMAND.match(message)) is not None:
             hint = nearest(no_command[1], list(self._commands().choices))

@@ -11,8 +11,8 @@ transformers 4.35 to 4.48):
 - `gradient_checkpointing` defaults to True since trl 0.22, `bf16` to True since 0.19 (each *_config.py).
 - `prepare_model_for_kbit_training` of peft, which makes all weights that are not quantised float32, was called until
   trl 0.25, in DPO until 0.28.
-- transformers: `logits.float()` in every forward until 4.45 (models/llama/modeling_llama.py, whose own comment says that
-  4.46 removes it); sdpa is the default attention since 4.36 (modeling_utils.py, `_autoset_attn_implementation`).
+- transformers: `logits.float()` in every forward until 4.45 (models/llama/modeling_llama.py, whose own comment says
+  that 4.46 removes it); sdpa is the default attention since 4.36 (modeling_utils.py, `_autoset_attn_implementation`).
 - trl 0.22 needs transformers 4.55, 1.0 needs 4.56.2 (setup.cfg, pyproject.toml): with an older one TRL is older too.
 """
 

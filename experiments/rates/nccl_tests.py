@@ -33,7 +33,7 @@ def main() -> None:
     rows = compare()
     print("| source | ran | MiB | measured us | predicted / measured |\n|---|---|---|---|---|")
     for source, what, nbytes, measured, told in rows:
-        print(f"| {source} | {what} | {nbytes >> 20} | {measured:g} | {told / measured:.2f} |")
+        print(f"| {source} | {what} | {nbytes / 2**20:.3g} | {measured:g} | {told / measured:.2f} |")
     groups = {"one machine": [], "several, 64 MiB and more": [], "several, less": []}  # type: dict[str, list[float]]
     for _, what, nbytes, measured, told in rows:
         several = "several, 64 MiB and more" if nbytes >= 64 << 20 else "several, less"

@@ -32,11 +32,12 @@ from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, MIB, GpuSpec
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
-# Cards whose machines were measured. An A100 of 40 GB has the links of that of 80 GB. The machine of L40S cards was a
-# slow one (see experiments/rates/README.md), but it is the only one that was measured.
+# Cards whose machines were measured. An A100 of 40 GB has the links of that of 80 GB, and an H20 those of an H100 (an
+# all-reduce of 4 KiB over 8 H20 takes 16.7 us, github deepseek-ai/DeepEP#303, and 16.0 us over 8 H100). The machine of
+# L40S cards was a slow one (see experiments/rates/README.md), but it is the only one that was measured.
 TABLES = {
     "a100-40gb": "a100_sxm", "a100-80gb": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm",
-    "b200": "b200_sxm",
+    "b200": "b200_sxm", "h20": "h100_sxm",
 }  # fmt: skip
 # Seconds of one step of a ring, without bytes: an all-reduce over 2 to 8 cards has 2 (n - 1) of them and takes 8 to 28
 # us on NVLink and 13 to 51 us on PCIe in the measured tables. Between machines: a tree or ring over InfiniBand; 20 us
@@ -149,9 +150,10 @@ class CollectiveSeconds:
         """What is not measured of the seconds of collectives over `ranks` cards."""
         spec = self.spec
         if self.is_measured(ranks):
+            measured = "h100" if spec.name == "h20" else spec.name  # the same links
             slow = "; other machines of such cards can be several times as fast" if spec.name == "l40s" else ""
             return [
-                f"the seconds of collectives are those measured with NCCL on one machine of {spec.name} cards{slow}; "
+                f"the seconds of collectives are those measured with NCCL on one machine of {measured} cards{slow}; "
                 f"kernels beside them run at {self.left_frac:.0%} of their speed, without the multiprocessors of NCCL"
             ]
         if ranks <= self.per_machine:
