@@ -172,8 +172,8 @@ def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions)
     config, found.what = read_accelerate_config(given)
     if config.get("parallelism_config"):
         raise ConfigError(
-            f"{found.what}: parallelism_config (copies of a sharded model, tensor, context or sequence parallel) is not "
-            "supported; without it FSDP2 shards over all ranks"
+            f"{found.what}: parallelism_config (copies of a sharded model, tensor, context or sequence parallel) is "
+            "not supported; without it FSDP2 shards over all ranks"
         )
     found.config, found.file, found.named = config, dict(config), True
 
