@@ -188,9 +188,20 @@ def prepared_longest(
 
 
 def largest_rows(rows: Dataset) -> list[int]:
-    """Indices of the rows with the most text, at most 64."""
-    sizes = [len(str(row)) for row in rows]
-    return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:LARGEST]
+    """Indices of the rows with the most text, at most 64, and of a few others whose answers have the most."""
+    sizes, answers = zip(*((len(str(row)), _answer_size(row)) for row in rows), strict=True)
+    found = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:LARGEST]
+    longest = sorted(range(len(rows)), key=answers.__getitem__, reverse=True)[: LARGEST // 8]
+    return [*found, *(place for place in longest if answers[place] and place not in found)]
+
+
+def _answer_size(row: Mapping[str, Any]) -> int:
+    """Characters of what a loss that counts answers alone counts; 0 where all of a row is counted."""
+    told = [row[name] for name in ("completion", "chosen", "rejected") if name in row]
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        told += [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "assistant"]
+    return sum(len(str(text)) for text in told)
 
 
 def sampled(rows: Dataset, most: int) -> Dataset:
