@@ -199,7 +199,7 @@ def test_the_loss_of_the_longest_sample_has_as_many_tokens_as_that_of_any(
     monkeypatch.chdir(tmp_path)
     # of the longest samples max_length leaves 28 tokens of answer
     rows = [_answers(100, 60, *ANSWERS[trainer])] * 2 + [_answers(20, 95, *ANSWERS[trainer])] * 22
-    monkeypatch.setattr("autofit.trainers.common.LARGEST", 8)  # of more, those with the longest answers are tokenised too
+    monkeypatch.setattr("autofit.trainers.common.LARGEST", 8)  # and one with a long answer is tokenised
     folder, changes = tmp_path / "model", {**_PACKED, "packing": False, "max_length": 128}
     if trainer == "dpo":
         del changes["packing"]
