@@ -62,6 +62,12 @@ def test_full_logits_were_held_until_the_version_that_tiles_them() -> None:
     assert then_of(samples("reward"), "trl 0.18").held_bytes == 0
 
 
+def test_every_forward_made_its_logits_float32_until_transformers_4_45() -> None:
+    own = samples("dpo", dtype="bfloat16", bf16=False)
+    upcast, plain = (then_of(own, f"trl 0.12, transformers {version}").held_bytes for version in ("4.45.2", "4.46"))
+    assert (upcast, plain) == (8 * 1000 * 151_936 * 12, 8 * 1000 * 151_936 * 6)
+
+
 def test_a_micro_batch_of_trl_0_14_was_of_prompts() -> None:
     held = then_of(recipe(num_generations=4), "trl 0.14")
     assert held.held_bytes == 4 * 4 * 257 * 151_936 * 8

@@ -182,3 +182,41 @@ def test_each_way_to_make_rows_is_probed_as_trls_own_trainer_trains(
     alike = len(set(lengths)) == 1 or (changes["packing"] and changes["packing_strategy"] != "bfd_split")
     assert over == 0 if alike else 0 <= over <= 0.02 * gpu.peak_allocated_bytes  # the most that may come together
     assert facts["train_s"] == pytest.approx(gpu.elapsed_s - began_s, rel=1e-3)
+
+
+def _answers(prompt: int, answer: int, *names: str) -> dict[str, str]:
+    return {"prompt": "t1 " * prompt, **dict.fromkeys(names, " t2" * answer)}
+
+
+ANSWERS = {"sft": ("completion",), "dpo": ("chosen", "rejected")}
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_the_loss_of_the_longest_sample_has_as_many_tokens_as_that_of_any(
+    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL projects the answers' tokens alone, so a shorter sample with a longer answer held up to 10 % more."""
+    monkeypatch.chdir(tmp_path)
+    # of the longest samples max_length leaves 28 tokens of answer
+    rows = [_answers(100, 60, *ANSWERS[trainer])] * 2 + [_answers(20, 95, *ANSWERS[trainer])] * 22
+    monkeypatch.setattr("autofit.trainers.common.LARGEST", 8)  # and one with a long answer is tokenised
+    folder, changes = tmp_path / "model", {**_PACKED, "packing": False, "max_length": 128}
+    if trainer == "dpo":
+        del changes["packing"]
+    values = {
+        **yaml.safe_load(write_recipe(tmp_path, write_model(folder, hidden=256), **changes).read_text()),
+        **changes,
+    }
+    for key in ("reward_funcs", "num_generations", "max_completion_length"):
+        values.pop(key, None)
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plugin: Any = load(trainer)
+    worst_case = tmp_path / "worst_case.json"
+    told: Any = inspect(trainer, dict(values), "sim:a100-40gb", worst_case)["values"]
+    with fake_gpu("a100-40gb") as probe:
+        task = Task(device="sim:a100-40gb", output=tmp_path / "out", worst_case=WorstCase(path=worst_case), steps=2)
+        load(trainer).build(told, task).train(Report())
+    with fake_gpu("a100-40gb") as gpu:
+        own = plugin.real(plugin.parse({**values, "max_steps": 6}, overrides={"report_to": [], "save_strategy": "no"}))
+        own.train()
+    assert gpu.peak_allocated_bytes <= probe.peak_allocated_bytes <= 1.02 * gpu.peak_allocated_bytes

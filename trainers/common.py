@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -27,6 +28,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.trainer_utils import IntervalStrategy
 from trl import get_dataset, get_peft_config, get_quantization_config
+from trl.data_utils import is_conversational
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
@@ -44,6 +46,7 @@ _IDLE: dict[str, object] = {
     "use_liger_kernel": False, "activation_offloading": False, "router_aux_loss_coef": None, "deepspeed": None,
     "precompute_ref_log_probs": False, "sync_ref_model": False,
 }  # fmt: skip
+_TEMPLATE = "chat_template_path"  # key of SFT
 _ROWS = 1000  # rows per batch when lengths are read
 LARGEST = 64  # rows that are tokenised before the whole dataset
 _MOST_CHARACTERS = 8_000_000  # some two seconds of a tokenizer
@@ -134,11 +137,27 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, *
         try:
             trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows, **more)
         except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
+            if _lacks_template(config, rows):
+                instead = "use plain text" + (", or set chat_template_path" if hasattr(training, _TEMPLATE) else "")
+                text = f"the samples are messages, but the model's tokenizer has no chat template; {instead}"
+                raise ConfigError(text) from error
             kind_of = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
             raise ConfigError(
                 f"TRL's {kind.__name__} cannot use {dataset_name(config)}: {kind_of}{short(error)}"
             ) from error
     return trainer.train_dataset
+
+
+def _lacks_template(config: TrlConfig, rows: Dataset) -> bool:
+    """Whether `rows` are messages and the tokenizer has no template for them."""
+    if not is_conversational(rows[0]) or getattr(config.training, _TEMPLATE, None):
+        return False
+    name, revision = config.model.model_name_or_path, config.model.model_revision
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError):
+        return False
+    return tokenizer.chat_template is None
 
 
 def prepared_longest(
@@ -169,9 +188,20 @@ def prepared_longest(
 
 
 def largest_rows(rows: Dataset) -> list[int]:
-    """Indices of the rows with the most text, at most 64."""
-    sizes = [len(str(row)) for row in rows]
-    return sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:LARGEST]
+    """Indices of the rows with the most text, at most 64, and of a few others whose answers have the most."""
+    sizes, answers = zip(*((len(str(row)), _answer_size(row)) for row in rows), strict=True)
+    found = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)[:LARGEST]
+    longest = sorted(range(len(rows)), key=answers.__getitem__, reverse=True)[: LARGEST // 8]
+    return [*found, *(place for place in longest if answers[place] and place not in found)]
+
+
+def _answer_size(row: Mapping[str, Any]) -> int:
+    """Characters of what a loss that counts answers alone counts; 0 where all of a row is counted."""
+    told = [row[name] for name in ("completion", "chosen", "rejected") if name in row]
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        told += [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "assistant"]
+    return sum(len(str(text)) for text in told)
 
 
 def sampled(rows: Dataset, most: int) -> Dataset:

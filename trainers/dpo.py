@@ -82,8 +82,31 @@ def _widths(rows: Dataset, of_answers: np.ufunc = np.maximum) -> Counts:
     return found
 
 
+def _in_loss(prompt: Counts | int, answer: Counts | int, config: TrlConfig) -> Any:
+    """Tokens of an answer that are left by TRL's truncation, and so counted by the loss."""
+    limit = config.training.max_length
+    if limit is None:
+        return answer
+    room = limit if config.training.truncation_mode == "keep_end" else np.maximum(0, limit - prompt)
+    return np.minimum(answer, room)
+
+
+def _with_loss(row: dict[str, Any], wanted: int, config: TrlConfig) -> dict[str, Any]:
+    """`row` with `wanted` tokens in the loss at least: as long as before, of which less is prompt."""
+    prompt = len(row["prompt_ids"])
+    missing = wanted - sum(int(_in_loss(prompt, len(row[side]), config)) for side in _SIDES)
+    more = min(prompt - 1, -(-missing // len(_SIDES)))
+    if more <= 0:
+        return row
+    answers = {side: fitted(row[side], len(row[side]) + more) for side in _SIDES}
+    return row | answers | {"prompt_ids": row["prompt_ids"][:-more]}
+
+
 def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
-    """The longest pair. Its prompt is cut if it fills `max_length`, as TRL would drop the pair."""
+    """The longest pair. Its prompt is cut if it fills `max_length`, as TRL would drop the pair.
+
+    The loss counts as many of its tokens as of any pair: what is cut off the longest ones is their answer.
+    """
     row = dict(worst_case["rows"][0])
     limit, own = config.training.max_length, worst_case["max_length"]
     answer = max(len(row[side]) for side in _SIDES)
@@ -92,7 +115,7 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any]) -> dict[str, Any]:
     wanted = worst_case["longest_uncut_tokens"] - len(row["prompt_ids"])
     if worst_case["cut"] and (limit is None or limit > own) and answer < wanted:
         row |= {side: fitted(row[side], wanted) for side in _SIDES}
-    return row
+    return _with_loss(row, worst_case.get("loss_tokens", 0), config)
 
 
 def _scoring_share(config: TrlConfig, worst_case: Mapping[str, Any]) -> float:
@@ -164,9 +187,11 @@ class DpoTrainer(SamplesTrainer):
         answers = lengths(rows, "chosen_ids") + lengths(rows, "rejected_ids")
         index = int(np.lexsort((answers, longer, whole))[-1])
         longest = int(longer.max())
+        prompts, *sides = (lengths(rows, name) for name in ("prompt_ids", *_SIDES))
         facts = {
             "num_rows": len(raw), "longest_tokens": int(whole[index]), "max_length": limit,
             "cut": limit is not None and longest > limit, "longest_uncut_tokens": longest,
+            "loss_tokens": int(sum(_in_loss(prompts, side, config) for side in sides).max()),
             "times_trained": epochs if steps <= 0 else samples_per_step(config) * steps / len(raw),
             **place_of(index, rows, raw, largest),
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
@@ -48,6 +49,31 @@ def _packing(config: TrlConfig) -> list[object] | None:
     return [training.max_length, training.packing_strategy] if training.packing else None
 
 
+def _loss_tokens(rows: Dataset) -> int | None:
+    """The most tokens of a row that the loss counts; None where it counts all."""
+    if "labels" not in rows.column_names:
+        return None
+    most = 0
+    for batch in rows.select_columns(["labels"]).with_format("arrow").iter(1000):
+        labels = batch["labels"].combine_chunks()
+        counted = np.concatenate([[0], np.cumsum(labels.flatten().to_numpy(zero_copy_only=False) != _IGNORED)])
+        ends = np.cumsum(labels.value_lengths().to_numpy(zero_copy_only=False))
+        most = max(most, int(np.diff(counted[np.concatenate([[0], ends])]).max()))
+    return most
+
+
+def _counted(labels: list[int], tokens: list[int], wanted: int) -> list[int]:
+    """`labels` of which `wanted` at least are counted by the loss: the first of those that are not become `tokens`."""
+    missing = wanted - sum(label != _IGNORED for label in labels)
+    made = list(labels)
+    for place, label in enumerate(labels):
+        if missing <= 0:
+            break
+        if label == _IGNORED:
+            made[place], missing = tokens[place], missing - 1
+    return made
+
+
 def _slowest(rows: Dataset, counts: Counts) -> int:
     """Index of the longest row; of packed ones, that whose samples attend to the most tokens."""
     longest = (counts == counts.max()).nonzero()[0].tolist()
@@ -61,7 +87,8 @@ def _slowest(rows: Dataset, counts: Counts) -> int:
 def _row(config: TrlConfig, worst_case: Mapping[str, Any], *, evaluated: bool = False) -> dict[str, Any]:
     """The longest row under the candidate's `max_length`; of full length if the recipe's `max_length` cut it.
 
-    A row that is `evaluated` may be packed where those that are trained are not.
+    The loss counts as many of its tokens as of any row: what is cut off the longest ones is often their answer. A row
+    that is `evaluated` may be packed where those that are trained are not.
     """
     row = dict(worst_case["rows"][0])
     limit = limit_of(config, worst_case)
@@ -77,6 +104,7 @@ def _row(config: TrlConfig, worst_case: Mapping[str, Any], *, evaluated: bool = 
         row[name] = row[name][-count:] if end else fitted(row[name], count)
     if all(label == _IGNORED for label in row["labels"]):  # TRL drops such a row; another row may be as long
         row["labels"] = row["input_ids"]
+    row["labels"] = _counted(row["labels"], row["input_ids"], worst_case.get("loss_tokens") or 0)
     if "seq_lengths" in row:
         row["seq_lengths"] = documents(row["seq_lengths"], count)
     return row
@@ -174,6 +202,8 @@ class SftTrainer(SamplesTrainer):
         longest, index = int(counts.max()), _slowest(rows, counts)
         facts = {"num_rows": len(raw), "longest_tokens": longest, "max_length": limit, "cut": longest == limit}
         facts["packed"] = _packing(config)
+        if (of_loss := _loss_tokens(rows)) is not None:
+            facts["loss_tokens"] = of_loss
         facts |= place_of(
             index, rows, raw, largest, mixed=bool(config.training.shuffle_dataset),
             packed=bool(config.training.packing),

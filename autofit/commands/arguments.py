@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 _UNKNOWN = "unrecognized arguments: "
+_MACHINES = ("nodes", "nnodes", "num_nodes", "machines", "num_machines")  # as launchers say them
 _NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
 _SHARED: dict[str, dict[str, Any]] = {  # what several commands take, and mean the same by
     "trial": {"metavar": "TRIAL", "help": "a trial's number, `best`, or `leanest`: the least memory on the front"},
@@ -51,6 +52,8 @@ class _Parser(argparse.ArgumentParser):
             words = message.removeprefix(_UNKNOWN).split()
             wrong = [word.partition("=")[0] for word in words if word.startswith("-")]
             hint = nearest(wrong[0], self._options()) if wrong else ""
+            if wrong and wrong[0].strip("-").replace("-", "_") in _MACHINES and "--gpu" in self._options():
+                hint = "; --gpu 2x8xh100 says two machines of eight cards"
             message = f"{_UNKNOWN}{' '.join(wrong or words)}"  # what stands after an option may be a password
         if (no_command := _NO_COMMAND.match(message)) is not None:
             hint = nearest(no_command[1], list(self._commands().choices))

@@ -276,7 +276,9 @@ class SimMemory:
         for step, phase in product(steps, BEFORE_UPDATE):
             step[phase] *= share_of_rollout
         before = self._seconds(times, 0, self._steps[0])["scoring"] * share_of_scoring
-        self._log_error = log_error(self._spec, self._shares(steps), self._gpu.clock.ranks)
+        clock = self._gpu.clock
+        machines = -(-clock.ranks // clock.collectives.per_machine)
+        self._log_error = log_error(self._spec, self._shares(steps), clock.ranks, machines=machines)
         self._bounds = {UPDATE: self._shares(_only(steps, (UPDATE, OPTIMIZER)))}
         if not self._gpu.clock.skipped_s:  # of the seconds of an engine's own law no part is known
             self._bounds[ROLLOUT] = self._shares(_only(steps, BEFORE_UPDATE))

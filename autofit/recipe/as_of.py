@@ -11,8 +11,8 @@ transformers 4.35 to 4.48):
 - `gradient_checkpointing` defaults to True since trl 0.22, `bf16` to True since 0.19 (each *_config.py).
 - `prepare_model_for_kbit_training` of peft, which makes all weights that are not quantised float32, was called until
   trl 0.25, in DPO until 0.28.
-- transformers: `logits.float()` in every forward until 4.44 (models/llama/modeling_llama.py); sdpa is the default
-  attention since 4.36 (modeling_utils.py, `_autoset_attn_implementation`).
+- transformers: `logits.float()` in every forward until 4.45 (models/llama/modeling_llama.py, whose own comment says
+  that 4.46 removes it); sdpa is the default attention since 4.36 (modeling_utils.py, `_autoset_attn_implementation`).
 - trl 0.22 needs transformers 4.55, 1.0 needs 4.56.2 (setup.cfg, pyproject.toml): with an older one TRL is older too.
 """
 
@@ -141,7 +141,7 @@ def _logits(recipe: Recipe, name: str, trl: Version, transformers: Version, *, u
     if not rows or not tokens or not vocabulary:
         return OlderBehaviour(text=f"the logits of all tokens were held whole (TRL before {_said(fused)})")
     count = rows * tokens * vocabulary
-    held = count * bytes_a_logit(name, trl, float32=upcast or transformers < (4, 45) or _in_float32(recipe, trl))
+    held = count * bytes_a_logit(name, trl, float32=upcast or transformers < (4, 46) or _in_float32(recipe, trl))
     counted = " (a prompt's completions together, as per_device_train_batch_size counted prompts)"
     return OlderBehaviour(
         text=f"about {format_bytes(held)} more at the loss, the logits of {rows} x {tokens:,} tokens x {vocabulary:,}, "

@@ -171,7 +171,10 @@ def _start(found: _Reading, named: Mapping[str, object], options: LaunchOptions)
         raise ConfigError(f"accelerate_config must be a file, or a name such as fsdp2; got {quoted(given)}")
     config, found.what = read_accelerate_config(given)
     if config.get("parallelism_config"):
-        raise ConfigError(f"{found.what}: parallelism_config (tensor, context or sequence parallel) is not supported")
+        raise ConfigError(
+            f"{found.what}: parallelism_config (copies of a sharded model, tensor, context or sequence parallel) is "
+            "not supported; without it FSDP2 shards over all ranks"
+        )
     found.config, found.file, found.named = config, dict(config), True
 
 

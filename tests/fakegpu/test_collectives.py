@@ -29,6 +29,7 @@ from autofit.fakegpu.rates.collectives import (
     Collective,
     CollectiveSeconds,
     fake_ranks,
+    log_error,
     nccl_bytes,
 )
 from autofit.fakegpu.specs import GPU_SPECS, MIB, gpu_spec
@@ -103,6 +104,23 @@ def test_all_adapters_of_a_machine_carry_a_ring_between_machines(
     seconds = CollectiveSeconds(spec).seconds("all_reduce", 8 * GIB, cards)
     busbw = 2 * (cards - 1) / cards * 8 * GIB / seconds
     assert 0.8 < busbw / (measured_gb_per_s * 1e9) < 1.51
+
+
+def test_the_steps_of_an_all_reduce_between_machines_grow_with_their_logarithm_alone() -> None:
+    """350 GB/s of busbw on 248 machines of H200 (github NVIDIA/nccl-tests#283) were told as 79, a ring's 494 steps."""
+    seconds = CollectiveSeconds(gpu_spec("h200"))
+    busbw = 2 * 512 * MIB / seconds.seconds("all_reduce", 512 * MIB, 1984)
+    assert 0.75 * 350e9 < busbw < 350e9
+    assert seconds.seconds("all_gather", 1, 1984) > 10 * seconds.seconds("all_reduce", 1, 1984)  # rings have no tree
+
+
+def test_a_step_on_several_machines_is_less_certain_by_what_public_reports_of_networks_differ() -> None:
+    spec, shares = gpu_spec("h100"), {"products": 0.6, "collectives": 0.4}
+    assert log_error(spec, shares, 16, machines=2) > 1.3 * log_error(spec, shares, 16)
+    alone = log_error(spec, {"products": 1.0}, 16)
+    assert log_error(spec, {"products": 1.0}, 16, machines=2) == alone
+    l40s = gpu_spec("l40s")  # PCIe alone is less certain than that
+    assert log_error(l40s, shares, 16, machines=2) == log_error(l40s, shares, 16)
 
 
 def test_an_all_to_all_between_machines_goes_through_each_card_s_own_adapter() -> None:

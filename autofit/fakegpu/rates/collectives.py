@@ -4,7 +4,8 @@ On a machine of cards that were measured, the measured seconds are interpolated:
 cards, by their number. All else is a formula: each of n cards sends and receives (n - 1) / n of the message (an
 all-reduce twice), in steps of a ring, at the bandwidth of the slowest link: `GpuSpec.peer_bytes_per_s` within a
 machine; between machines NCCL has a ring for each network adapter, so that those of all cards of a machine work at
-once. An all-to-all is no ring: each card sends what the cards of other machines are to have through its own adapter.
+once; the steps of an all-reduce between machines are those of NCCL's trees. An all-to-all is no ring: each card sends
+what the cards of other machines are to have through its own adapter.
 `nccl.npz` beside this file has the measurements; its `source` names them.
 
 `nbytes` of a collective is its whole message: of an all-gather the gathered tensor, of a reduce-scatter the tensor
@@ -31,11 +32,12 @@ from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, MIB, GpuSpec
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
-# Cards whose machines were measured. An A100 of 40 GB has the links of that of 80 GB. The machine of L40S cards was a
-# slow one (see experiments/rates/README.md), but it is the only one that was measured.
+# Cards whose machines were measured. An A100 of 40 GB has the links of that of 80 GB, and an H20 those of an H100 (an
+# all-reduce of 4 KiB over 8 H20 takes 16.7 us, github deepseek-ai/DeepEP#303, and 16.0 us over 8 H100). The machine of
+# L40S cards was a slow one (see experiments/rates/README.md), but it is the only one that was measured.
 TABLES = {
     "a100-40gb": "a100_sxm", "a100-80gb": "a100_sxm", "l40s": "l40s", "h100": "h100_sxm", "h200": "h200_sxm",
-    "b200": "b200_sxm",
+    "b200": "b200_sxm", "h20": "h100_sxm",
 }  # fmt: skip
 # Seconds of one step of a ring, without bytes: an all-reduce over 2 to 8 cards has 2 (n - 1) of them and takes 8 to 28
 # us on NVLink and 13 to 51 us on PCIe in the measured tables. Between machines: a tree or ring over InfiniBand; 20 us
@@ -44,7 +46,9 @@ _STEP_S = 4e-6
 _NETWORK_STEP_S = 20e-6
 # What all adapters of a machine reach together of their data sheet, in busbw of nccl-tests: 75 of 8 x 12.5 GB/s (github
 # NVIDIA/nccl#495), 91 and 86 of 4 x 25 (NVIDIA/nccl-tests#100, #175), 216 to 231 and 200 of 8 x 50 (NVIDIA/nccl#2409,
-# called slow there, and #1218). The middle one of these five.
+# called slow there, and #1218). The middle one of these five, and of nine with 96 of 100 (NVIDIA/nccl-tests#119), 190
+# of 200 (NVIDIA/nccl#1368), 32 and 30 of 50 (NVIDIA/nccl#527). An all-reduce of two machines alone is beyond that in
+# some reports, for a tree of two sends the message once (NVIDIA/nccl#812), and not in others: a ring counts.
 NETWORK_SHARE = 0.75
 # Blocks of NCCL, each of which has a multiprocessor for itself (github NVIDIA/nccl#689): 24 on an A100 (#1225) and on a
 # H100 (forums.developer.nvidia.com/t/337991); where PCIe links the cards, two are enough (#689).
@@ -128,7 +132,8 @@ class CollectiveSeconds:
         if not inside and kind == "alltoall":
             share, rate = (ranks - self.per_machine) / ranks, NETWORK_SHARE * self._adapters() / self.per_machine
         machines = -(-ranks // self.per_machine)
-        steps_s = rounds * (min(ranks, self.per_machine) - 1) * _STEP_S + rounds * (machines - 1) * _NETWORK_STEP_S
+        hops = math.ceil(math.log2(machines)) if kind == "all_reduce" else machines - 1  # a tree's depth, or a ring
+        steps_s = rounds * (min(ranks, self.per_machine) - 1) * _STEP_S + rounds * hops * _NETWORK_STEP_S
         return steps_s + share * nbytes / rate
 
     def _between_machines(self) -> float:
@@ -145,9 +150,10 @@ class CollectiveSeconds:
         """Notes on the unmeasured part of the seconds of collectives over `ranks` cards."""
         spec = self.spec
         if self.is_measured(ranks):
+            measured = "h100" if spec.name == "h20" else spec.name  # the same links
             slow = "; other machines of such cards can be several times as fast" if spec.name == "l40s" else ""
             return [
-                f"the seconds of collectives are those measured with NCCL on one machine of {spec.name} cards{slow}; "
+                f"the seconds of collectives are those measured with NCCL on one machine of {measured} cards{slow}; "
                 f"kernels beside them run at {self.left_frac:.0%} of their speed, without the multiprocessors of NCCL"
             ]
         if ranks <= self.per_machine:
@@ -179,7 +185,8 @@ class CollectiveSeconds:
 #   a LoRA step (3B model, 872 tokens) would take 1.41 times as long if it kept nothing.
 # - collectives: measured between 2, 4 and 8 cards linked by NVLink, 19 of 20 held out are within 26 %
 #   (experiments/rates/make_nccl_table.py). On PCIe machines differ by their bridges: 20 and 1.4 GB/s were seen for
-#   L40S.
+#   L40S. Between machines 9 of 10 large collectives of public reports are within a factor of 2
+#   (experiments/rates/nccl_tests.py).
 # - host: published seconds a launch are 6 (one operator), 18 (twice) and 45 us (facebookresearch/sam2#768).
 
 
@@ -187,17 +194,19 @@ HOST = "host"
 COLLECTIVES = "collectives"
 _CARD = 0.15
 _BOARDS = 0.22
-_BY_NVLINK, _BY_PCIE = 0.30, 1.0
+_BY_NVLINK, _BETWEEN_MACHINES, _BY_PCIE = 0.30, 0.69, 1.0
 _ERRORS = {"products": 0.10, "attention": 0.25, "others": 0.34, HOST: 0.70}
 _BY_STAND_IN = {"products": 0.26, "attention": 0.35, "others": 0.34, HOST: 0.70}
 
 
-def log_error(spec: GpuSpec, shares: Mapping[str, float], ranks: int = 1) -> float:
+def log_error(spec: GpuSpec, shares: Mapping[str, float], ranks: int = 1, *, machines: int = 1) -> float:
     """Half the width of the 90 % interval of a time, in logarithms; `shares` of its parts, 1 together.
 
-    All `ranks` wait for the slowest of their boards.
+    All `ranks`, on `machines`, wait for the slowest of their boards.
     """
     of_collectives = _BY_NVLINK if spec.name in TABLES and spec.name != "l40s" else _BY_PCIE
+    if machines > 1:
+        of_collectives = max(of_collectives, _BETWEEN_MACHINES)
     errors = {**(_ERRORS if spec.name in MEASURED else _BY_STAND_IN), COLLECTIVES: of_collectives}
     slowest = _BOARDS * (0.5 ** (1 / ranks) - 0.5)
     return math.hypot(_CARD, slowest, *(errors[part] * share for part, share in shares.items()))
