@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,7 +115,8 @@ def _gone() -> Iterator[tuple[Any, str, Any, str]]:
     yield trl.ModelConfig, "trust_remote_code", False, "a model's own code is not run"
     new = peft.prepare_model_for_kbit_training
     yield peft, "prepare_model_for_int8_training", new, f"{new.__name__} is called"
-    yield huggingface_hub, "HfFolder", Nothing(), "nothing is asked of the hub"
+    for name in ("HfFolder", "Repository"):
+        yield huggingface_hub, name, Nothing(), "nothing is asked of the hub"
     tokenizer = transformers.PreTrainedTokenizerBase
     yield tokenizer, "_pad_token", property(lambda self: self.pad_token), "pad_token is read"
 
@@ -553,6 +555,7 @@ class _Unsloth:
         for package in UNSLOTH:
             for part in ("", ".chat_templates", ".trainer", ".models", ".models.loader", ".dataset_utils", ".save"):
                 module = IdleModule(f"{package}{part}")
+                module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)  # for who asks whether it is there
                 module.__dict__.update(found)
                 yield module.__name__, module
 
