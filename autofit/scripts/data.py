@@ -122,7 +122,7 @@ def _dicts(node: ast.AST) -> Iterator[str]:
         return
     value = node.value
     made = isinstance(value, ast.Call) and re.fullmatch(
-        r"dict|vars|.*(asdict|safe_load|\.compute|\.evaluate)", ast.unparse(value.func)
+        r"dict|vars|.*(asdict|safe_load|json\.loads?|\.compute|\.evaluate)", ast.unparse(value.func)
     )
     if isinstance(value, ast.Dict) or made:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -153,6 +153,7 @@ def _texts(nodes: Sequence[ast.AST]) -> Iterator[str]:
 ROWS = 2560  # enough for two steps of most batches; every second one is shorter, so batches are padded as real ones
 _HELD_OUT = 256  # of a split that is not trained on: all of it may be evaluated before the first step
 _NAMED = 6  # columns that a note names
+_ASKS_CLASSES = re.compile(r"\.features\b.*\.(?:names|num_classes|int2str|str2int)\b")
 _WRITERS = ("to_json", "to_csv", "to_parquet", "save_to_disk")  # of a dataset
 _READERS = ("read_json", "read_csv", "read_parquet")  # of pandas
 
@@ -191,7 +192,11 @@ class MadeUp:
         import datasets
 
         rows = self.rows(name)
-        return datasets.Dataset.from_list(rows[:2]).select([0, 1] * (len(rows) // 2))
+        found = datasets.Dataset.from_list(rows[:2])
+        if _ASKS_CLASSES.search(self.columns.code):
+            for label in (key for key in found.column_names if re.fullmatch("labels?", key)):
+                found = found.cast_column(label, datasets.ClassLabel(num_classes=2))
+        return found.select([0, 1] * (len(rows) // 2))
 
     def place(self, path: Any) -> Any:
         """Where a file that made-up rows are written into lies: nothing of the user's is written over."""

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -102,14 +103,15 @@ def fit_script(
         from autofit.hardware.calibration import host_costs
 
         costs, _ = host_costs(f"sim:{spec.name}")
+        if any(name in code for name in _LIBRARIES):  # before what stands beside the script under one of their names
+            import autofit.scripts.stand_ins  # noqa: F401
         more: list[str] = []
         launched: dict[str, str] = {}
         while True:
             try:
                 with (
-                    fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card,
-                    mock.patch.dict(os.environ, launched),
-                ):
+                    _only_rank(launched), fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card,
+                ):  # fmt: skip
                     loop = CheckedLoop(card)
                     own = folder / str(len(more))
                     own.mkdir(exist_ok=True)
@@ -134,6 +136,23 @@ def _of_torchrun() -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return dict(zip(_RANKS, ("0", "0", "1", "1", "127.0.0.1", str(free.getsockname()[1])), strict=True))
+
+
+@contextmanager
+def _only_rank(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with the `variables` of the only rank of a job, and its process group; without any, nothing."""
+    if not variables:
+        yield
+        return
+    from torch import distributed
+
+    from autofit.fakegpu.rates.collectives import fake_ranks
+
+    with (
+        mock.patch.dict(os.environ, variables), fake_ranks(1),
+        mock.patch.object(distributed, "init_process_group", return_value=None),
+    ):  # fmt: skip
+        yield
 
 
 def _unsaid(_: str) -> None:
@@ -221,6 +240,8 @@ def _failed(path: Path, error: Exception, place: str, steps: int, asked: list[st
     wanted = f"; it wanted to reach {', '.join(dict.fromkeys(asked))}, and sees no network here" if asked else ""
     after = f" after {steps} steps" if steps else " before its first step"
     text = _plain(str(error)) or f"`{_plain(line)}`"  # an assertion may have no words
+    if "unscale FP16" in text:  # torch.amp.GradScaler
+        text += "; transformers 5 loads float16 weights as they are, and 4 took float32: say dtype=torch.float32"
     return f"{path} failed{after}: {type(error).__name__}: {text} ({place}){wanted}"
 
 
@@ -283,9 +304,18 @@ def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int, fewer: Fewer) -> It
     with ExitStack() as phases:
         phases.enter_context(card.phase("step 1 and before"))
         began_s = card.elapsed_s
+        taken: dict[
+            int, int
+        ] = {}  # steps of each optimizer; there may be one for each weight, within the backward pass
 
         def after_step(optimizer: "torch.optim.Optimizer", args: object, kwargs: object) -> None:
             nonlocal began_s
+            is_new = id(optimizer) not in taken
+            taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
+            if is_new and loop.steps == 1:
+                began_s = card.elapsed_s  # the first step has gone on
+            if min(taken.values()) <= loop.steps and max(taken.values()) <= loop.steps + 1:
+                return
             loop.steps += 1
             loop.step_s, began_s = card.elapsed_s - began_s + fewer.end_step(), card.elapsed_s
             if loop.steps >= steps:
@@ -415,11 +445,17 @@ def module_of(script: Script, code: str) -> Module | None:
 
 
 def path_of_module(name: str) -> Path:
-    """The file of a module in the current folder, as `python -m` finds it. Raises ConfigError where there is none."""
+    """The file of a module, as `python -m` finds it from the current folder. Raises ConfigError where there is none."""
     place = Path(*name.split("."))
     if found := next((path for path in (place.with_suffix(".py"), place / "__main__.py") if path.is_file()), None):
         return found
-    raise ConfigError(f"there is no module {quoted(name, 200)} in the current folder; fit-check runs a project's own")
+    try:
+        spec = find_spec(name)  # of one that is installed, such as trl.scripts.kto
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(f"there is no module {quoted(name, 200)} in the current folder, and none is installed")
+    return Path(spec.origin)
 
 
 _PROJECT = ("pyproject.toml", "setup.py")
