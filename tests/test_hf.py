@@ -208,7 +208,12 @@ def test_an_objective_in_a_recipe_means_this_trainer() -> None:
         ),
         ({"packing": True, "objective": "dpo"}, "packing fills rows for objective: sft; got objective: dpo"),
         ({"block_diagonal": True}, "block_diagonal keeps packed samples apart; it needs packing: true"),
-        ({"trainable_layers": 0}, "the hf config: trainable_layers must be 1 or more; got 0"),
+        ({"trainable_layers": 0}, "the hf config: trainable_layers: 0 trains nothing without extra_modules"),
+        (
+            {"extra_modules": ["norm"]},
+            "layer_modules and extra_modules say what is trained; they need trainable_layers",
+        ),
+        ({"trainable_layers": -1, "spread_layers": True}, "spread_layers needs trainable_layers of 1 or more; got -1"),
         ({"trainable_layers": 2, "use_peft": True}, "trainable_layers: 2 trains layers of the model"),
         (
             {"trainable_layers": 2, "adapter_dtype": "bfloat16"},
@@ -319,6 +324,38 @@ def test_spread_layers_are_the_last_of_each_group_of_layers_as_llama_pro_trains_
     assert trained == {1, 3, 5}  # range(stride - 1, number, stride) of adapter.py, with a stride of 2
     with pytest.raises(ConfigError, match="the 6 layers of the model must be a multiple of trainable_layers 4"):
         hf_parts.freeze_all_but(model, 4, spread=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "extra", "searched"),
+    [
+        (-1, (), (), [".0."]),
+        (2, ("mlp",), (), [".2.mlp", ".3.mlp"]),
+        (0, (), ("embed_tokens",), ["embed_tokens"]),
+        (1, ("mlp",), ("norm",), [".3.mlp", "norm"]),  # and so the norms of all layers
+    ],
+)
+def test_modules_are_trained_by_their_names_as_llama_factory_finds_them(
+    count: int, parts: tuple[str, ...], extra: tuple[str, ...], searched: list[str]
+) -> None:
+    model = build_model(Model(kind="sft"), num_hidden_layers=4)
+    hf_parts.freeze_all_but(model, count, spread=False, parts=parts, extra=extra)
+    for name, parameter in model.named_parameters():  # the last lines of adapter.py's _setup_freeze_tuning
+        assert parameter.requires_grad == any(part in name for part in searched), name
+
+
+def test_names_that_no_module_has_are_told_with_those_that_are() -> None:
+    model = build_model(Model(kind="sft"), num_hidden_layers=2)
+    with pytest.raises(ConfigError, match=r"layer_modules must be of self_attn, mlp, .* of this model; got attention"):
+        hf_parts.freeze_all_but(model, 1, spread=False, parts=("attention",))
+    with pytest.raises(ConfigError, match=r"extra_modules must be of embed_tokens, norm.* of this model; got wte"):
+        hf_parts.freeze_all_but(model, 1, spread=False, extra=("wte",))
+
+
+def test_only_layers_that_are_trained_are_checkpointed(small_model: Path, tmp_path: Path) -> None:
+    more: dict[str, object] = {"trainable_layers": 1, "extra_modules": ["embed_tokens"], "gradient_checkpointing": True}
+    trainer = trained(small_model, tmp_path, **more)
+    assert [layer.gradient_checkpointing for layer in trainer.model.model.layers] == [False, True]
 
 
 def test_lisa_freezes_layers_alone_and_trains_embeddings_and_head() -> None:

@@ -392,6 +392,18 @@ def test_what_trains_a_part_of_the_model_at_a_time_is_bounded_by_training_of_all
     assert (pro.values["trainable_layers"], pro.values["spread_layers"]) == (8, True)
 
 
+def test_what_llama_factory_trains_besides_layers_is_trained_here(tmp_path: Path) -> None:
+    more = {"finetuning_type": "freeze", "freeze_trainable_layers": -3, "freeze_trainable_modules": "mlp,self_attn"}
+    found = of_yaml(tmp_path, {**LLAMA, **more, "freeze_extra_modules": "embed_tokens, lm_head"})
+    assert found.values["trainable_layers"] == -3
+    assert found.values["layer_modules"] == ["mlp", "self_attn"]
+    assert found.values["extra_modules"] == ["embed_tokens", "lm_head"]
+    told = " ".join(line.text for line in explain(tmp_path / "run.yaml").lines)
+    assert "mlp and self_attn of the first 3 layers and embed_tokens, lm_head trained, held in float32" in told
+    with pytest.raises(ConfigError, match="freeze_trainable_layers: 0 trains nothing, with which LLaMA-Factory ends"):
+        of_yaml(tmp_path, {**LLAMA, "finetuning_type": "freeze", "freeze_trainable_layers": 0})
+
+
 @pytest.mark.parametrize(
     ("changed", "read_as"),
     [
@@ -1508,6 +1520,37 @@ def test_a_script_that_hands_its_arguments_on_or_starts_swift_in_a_container_is_
 def test_arguments_of_a_function_are_not_taken_for_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation_steps for certain"):
         of_script(tmp_path, f'train() {{\n  NPROC_PER_NODE=2 {TUNED} "$@"\n}}\ntrain --lora_rank 4\n')
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (
+            "swift sft --model_type qwen1half-7b-chat --sft_type lora --batch_size 1 --check_dataset_strategy warning",
+            "--model, a name on the hub or a folder, for --model_type qwen1half-7b-chat, --tuner_type for --sft_type, "
+            "--per_device_train_batch_size for --batch_size; leave out --check_dataset_strategy;",
+        ),
+        ("swift dpo --model_id_or_path m --deepspeed default-zero2", "`swift rlhf --rlhf_type dpo` for `swift dpo`, "
+         "--model for --model_id_or_path, --deepspeed zero2;"),
+        ("swift orpo --model m", "`swift rlhf --rlhf_type orpo` for `swift orpo`;"),
+    ],
+)  # fmt: skip
+def test_words_of_ms_swift_2_are_told_with_those_of_today(command: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="these are words of ms-swift 2") as error:
+        of_script(tmp_path, command)
+    assert told in str(error.value)
+    (tmp_path / "run.sh").write_text(command)
+    with pytest.raises(ConfigError, match="these are words of ms-swift 2"):
+        explain(tmp_path / "run.sh")
+
+
+def test_checkpoints_of_ms_swift_are_turned_on_with_fsdp2_which_makes_them_itself(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"NPROC_PER_NODE=2 {TUNED} --gradient_checkpointing false\n")
+    changes = {"launch.sharding": "fsdp2", "gradient_checkpointing": True}
+    found = of_script(tmp_path, written(path, changes))
+    assert isinstance(found.launch["fsdp_config"], dict)
+    assert found.launch["fsdp_config"]["fsdp_activation_checkpointing"] is True
 
 
 def test_a_file_of_ones_own_with_a_mapping_under_model_is_not_ms_swifts(tmp_path: Path) -> None:

@@ -546,3 +546,74 @@ def test_a_shape_that_is_not_in_the_catalogue_has_the_published_size(name: str) 
     own = head.weight.numel() if untied and head.weight is model.get_input_embeddings().weight else 0
     assert sum(each.numel() for each in model.parameters()) + own == found.parameters
     assert catalogue.architecture(name) is None
+
+
+PART = """
+import torch
+from .beside import width
+net = torch.nn.Linear(width, width, device="cuda")
+optimizer = torch.optim.AdamW(net.parameters())
+for number in range(9):
+    net(torch.ones(8, width, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("words", [["{folder}/mine/train.py"], ["-m", "mine.train"]])
+def test_a_script_within_a_package_finds_what_is_beside_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "beside.py").write_text("width = 1024\n")
+    (tmp_path / "mine" / "train.py").write_text(PART)
+    if words[0] == "-m":
+        monkeypatch.chdir(tmp_path)
+    assert main(["fit-check", "--gpu", "l4", "--json", *(word.format(folder=tmp_path) for word in words)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["peak_allocated_bytes"] > 4 * 4 * 1024 * 1024
+
+
+def test_a_module_that_is_nowhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit-check", "--gpu", "l4", "-m", "not_there.train"]) == 2
+    assert (
+        "there is no module 'not_there.train' in the current folder, and none is installed" in capsys.readouterr().err
+    )
+
+
+def test_a_script_that_asks_for_torchruns_variables_is_its_only_rank(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, torch\nimport torch.distributed as dist\n"
+        "assert 'LOCAL_RANK' in os.environ, 'torchrun should set LOCAL_RANK'\n"
+        "dist.init_process_group('nccl', rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE']))\n"
+        "net = torch.nn.Linear(64, 64, device='cuda')\noptimizer = torch.optim.SGD(net.parameters())\n"
+        "for _ in range(3):\n    net(torch.ones(8, 64, device='cuda')).sum().backward()\n"
+        "    dist.all_reduce(net.weight.grad)\n    optimizer.step()\n"
+    )
+    found = fit_script(Script(path=path), gpu="l4").found
+    assert any("runs as its only rank" in note for note in found.notes)
+    assert not importlib.import_module("torch.distributed").is_initialized()
+
+
+def test_a_step_is_one_of_every_optimizer_where_each_weight_has_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nnet = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()\n"
+        "own = {p: torch.optim.Adam([p]) for p in net.parameters()}\n"
+        "def update(p):\n    own[p].step()\n    p.grad = None\n"
+        "for p in net.parameters():\n    p.register_post_accumulate_grad_hook(update)\n"
+        "for _ in range(9):\n    net(torch.ones(8, 1024, device='cuda')).sum().backward()\n"
+    )
+    found = fit_script(Script(path=path), gpu="l4").found
+    assert found.peak_allocated_bytes > 4 * 3 * 4 * 1024 * 1024  # weights and both states of all four
+
+
+def test_an_assertion_without_words_is_told_by_its_code(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import os\nassert os.path.exists('train.txt')\n")
+    with pytest.raises(ConfigError, match=r"AssertionError: `assert os\.path\.exists\('train\.txt'\)` \(.*:2\)"):
+        fit_script(Script(path=path), gpu="l4")
+
+
+def test_figures_of_a_metric_are_no_columns() -> None:
+    code = "rows = load_dataset('glue')\nfound = metric.compute()\nprint(found['accuracy'], row['sentence'])\n"
+    assert Columns(code).names == ("sentence",)

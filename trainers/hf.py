@@ -67,7 +67,8 @@ class HfTrainer(SamplesTrainer):
     tile_tokens = None
     tiers = staticmethod(hf_tiers)
     compared = (*COMPARED, "objective", "value_head", "num_labels", "beta", "simpo_gamma", "nll_weight",
-                "float32_logits", "pad_to_max_length", "trainable_layers", "spread_layers", "trains_rest",
+                "float32_logits", "pad_to_max_length", "trainable_layers", "layer_modules",
+                "extra_modules", "spread_layers", "trains_rest",
                 "added_layers", "peft_adapter", "bottleneck", "reft_rank", "temperature", "negatives", "word_scores",
                 "mask_token", "ebft")  # fmt: skip
 

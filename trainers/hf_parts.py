@@ -1,7 +1,8 @@
 """What is trained in place of a whole model: adapters, some layers, what is put beside; and experts on the host."""
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,20 +43,66 @@ class Allocates(TrainerCallback):  # type: ignore[misc]
         model.base_model.update_and_allocate(state.global_step + 1)
 
 
-def freeze_all_but(model: Any, count: int, *, spread: bool, with_rest: bool = False) -> None:
+def freeze_all_but(
+    model: Any,
+    count: int,
+    *,
+    spread: bool,
+    with_rest: bool = False,
+    parts: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> None:
     """Freeze `model` but for its last `count` layers, or for the last of each of `count` groups of layers.
 
-    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py). `with_rest` freezes layers only,
-    as LISA does (ms-swift's callbacks/lisa.py). Raises ConfigError.
+    LLaMA-Factory's finetuning_type freeze, and its use_llama_pro (model/adapter.py): the first layers where `count` is
+    negative, of each only the modules `parts`, and every weight whose name contains one of `extra`. `with_rest` freezes
+    layers only, as LISA does (ms-swift's callbacks/lisa.py). Raises ConfigError.
     """
     _, layers = _layers(model)
+    _check_modules(model, layers[0], parts, extra)
     for frozen in layers if with_rest else [model]:
         frozen.requires_grad_(False)
     number = len(layers)
     if spread and number % count:
         raise ConfigError(f"the {number} layers of the model must be a multiple of trainable_layers {count}")
-    for layer in layers[number // count - 1 :: number // count] if spread else layers[-count:]:
-        layer.requires_grad_(True)
+    last = layers[-count:] if count > 0 else layers[:-count]
+    for layer in layers[number // count - 1 :: number // count] if spread else last:
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(not parts or name.startswith(tuple(parts)))
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in extra):
+            parameter.requires_grad_(True)
+
+
+def _check_modules(model: Any, layer: Any, parts: Sequence[str], extra: Sequence[str]) -> None:
+    """Raise ConfigError for a name that LLaMA-Factory does not find: a layer's modules, and those outside of layers."""
+    within = dict.fromkeys(name.partition(".")[0] for name, _ in layer.named_parameters())
+    outside = dict.fromkeys(
+        name.split(".")[-2] for name, _ in model.named_parameters() if not re.search(r"\.\d+\.", name)
+    )
+    for key, given, known in (("layer_modules", parts, within), ("extra_modules", extra, outside)):
+        if missing := [name for name in given if name not in known]:
+            raise ConfigError(
+                f"{key} must be of {', '.join(known)} of this model; got {', '.join(missing)}"
+                + (", which is the embedding itself, as the two are tied" if missing == ["lm_head"] else "")
+            )
+
+
+def checkpoint_trained_layers_alone(model: Any) -> None:
+    """Let gradient checkpointing leave out layers of which nothing is trained, as LLaMA-Factory's own function does.
+
+    They keep what their backward pass needs where something before them is trained (model_utils/checkpointing.py,
+    `get_custom_gradient_checkpointing_func`).
+    """
+    frozen = [layer for layer in _layers(model)[1] if not any(p.requires_grad for p in layer.parameters())]
+    set_all = model._set_gradient_checkpointing
+
+    def set_trained(*given: Any, **options: Any) -> None:
+        set_all(*given, **options)
+        for layer in frozen:
+            layer.gradient_checkpointing = False
+
+    model._set_gradient_checkpointing = set_trained
 
 
 def _layers(model: Any) -> tuple[str, list[Any]]:

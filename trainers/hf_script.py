@@ -79,7 +79,22 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
         },
     )
     trainable_layers: int | None = field(
-        default=None, metadata={"help": "How many of the last layers are trained; the rest of the model is frozen."}
+        default=None,
+        metadata={
+            "help": "How many of the last layers are trained, or of the first ones as a negative number; the rest of "
+            "the model is frozen."
+        },
+    )
+    layer_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "The modules of a layer that `trainable_layers` trains (mlp, self_attn, ...); None: all."},
+    )
+    extra_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Modules outside of the layers (embed_tokens, lm_head, norm) that are trained beside "
+            "`trainable_layers`, with every other weight whose name contains theirs."
+        },
     )
     added_layers: int | None = field(
         default=None,
@@ -215,7 +230,6 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             for key in (
                 "max_length",
                 "pad_to_multiple_of",
-                "trainable_layers",
                 "added_layers",
                 "num_labels",
                 "teacher_words",
@@ -241,6 +255,12 @@ class HfConfig(TrainingArguments):  # type: ignore[misc]
             wrong.append("added_layers are trained alone; omit them or trainable_layers")
         if self.spread_layers and self.trainable_layers is None:
             wrong.append("spread_layers says which layers are trained; it needs trainable_layers")
+        if self.trainable_layers == 0 and not self.extra_modules:
+            wrong.append("trainable_layers: 0 trains nothing without extra_modules; set one of them")
+        if self.spread_layers and (self.trainable_layers or 0) < 0:
+            wrong.append(f"spread_layers needs trainable_layers of 1 or more; got {self.trainable_layers}")
+        if (self.layer_modules or self.extra_modules) and self.trainable_layers is None:
+            wrong.append("layer_modules and extra_modules say what is trained; they need trainable_layers")
         if self.trains_rest and self.trainable_layers is None:
             wrong.append("trains_rest says what is trained beside some layers; it needs trainable_layers")
         if self.block_diagonal and self.objective == "diffusion":

@@ -34,6 +34,7 @@ from .hf_parts import (
     add_bottlenecks,
     add_layers,
     add_reft,
+    checkpoint_trained_layers_alone,
     freeze_all_but,
     keep_dtype,
     other_adapter,
@@ -204,8 +205,11 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
     elif training.trainable_layers is not None or training.added_layers is not None:
         if training.added_layers is None:
             freeze_all_but(
-                model, training.trainable_layers, spread=training.spread_layers, with_rest=training.trains_rest
-            )
+                model, training.trainable_layers, spread=training.spread_layers, with_rest=training.trains_rest,
+                parts=training.layer_modules or (), extra=training.extra_modules or (),
+            )  # fmt: skip
+            if not training.trains_rest:
+                checkpoint_trained_layers_alone(model)
             # LLaMA-Factory's own `gradient_checkpointing_enable` lays no hook on the embeddings, so that frozen layers
             # keep nothing; transformers' does (`_gradient_checkpointing_enable` in its model_utils/checkpointing.py)
             model.enable_input_require_grads = lambda: None

@@ -47,6 +47,11 @@ _OTHERS = {
     "fast_inference": ("Unsloth", "use_vllm"),
     "gpu_memory_utilization": ("Unsloth", "vllm_gpu_memory_utilization"),
 }
+# Keys that only another trainer of TRL's has, which no recipe simulates (its configs of 1.16).
+_NOT_SIMULATED = {
+    "desirable_weight": "KTO", "undesirable_weight": "KTO", "cpo_alpha": "CPO", "simpo_gamma": "CPO", "lmbda": "GKD",
+    "seq_kd": "GKD", "is_encoder_decoder": "CPO and ORPO", "missing_eos_penalty": "online DPO",
+}  # fmt: skip
 _PYTHON = {
     "tools": "functions that the model may call",
     "rollout_func": "a function that generates the completions",
@@ -69,6 +74,10 @@ def instead(key: str, known: Collection[str]) -> str | None:
             f": it takes {_PYTHON[key]}, which YAML cannot say; give a Python trainer of your own with "
             f"{option('trainer')} module:object (trainers/README.md)"
         )
+    if key in _NOT_SIMULATED and key not in known:
+        runs = "-m trl.scripts.kto --config FILE" if _NOT_SIMULATED[key] == "KTO" else "SCRIPT.py ..."
+        whose = f" is of TRL's {_NOT_SIMULATED[key]}, which no recipe simulates"
+        return f"{whose}; autofit fit-check --gpu NAME {runs} runs it"
     whose, ours = _OTHERS.get(key, ("", ""))
     return f" is a key of {whose}; in TRL it is {ours}" if ours in known or ours == option("trainer") else None
 

@@ -298,6 +298,8 @@ def parser() -> argparse.ArgumentParser:
                         help="where it does not fit: time for changes to be tried, each a run of the script (default: "
                              "60s; 0: none)")  # fmt: skip
     _shared(script, "--json")
+    script.add_argument("-m", action="store_true", dest="as_module",
+                        help="SCRIPT is a module in the current folder, as python -m names it")  # fmt: skip
     script.add_argument("script", type=Path, metavar="SCRIPT",
                         help="a Python script or a notebook (.ipynb); it sees no network")  # fmt: skip
     more = script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")

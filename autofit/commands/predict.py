@@ -125,10 +125,12 @@ def fit_check(options: argparse.Namespace) -> int:
         raise ConfigError("name the card before the script: autofit fit-check --gpu NAME SCRIPT ...; what stands after "
                           "the script is its own")  # fmt: skip
     from autofit.api.arguments import seconds_or_none
-    from autofit.scripts.running import Script, fit_script
+    from autofit.scripts.running import Script, fit_script, path_of_module
 
+    module = str(options.script) if options.as_module else None
+    path = options.script if module is None else path_of_module(module)
     script = Script(
-        path=options.script, arguments=options.arguments, prompt_tokens=options.prompt_tokens,
+        path=path, module=module, arguments=options.arguments, prompt_tokens=options.prompt_tokens,
         changes=settings(options.set),
     )  # fmt: skip
     advice_s = seconds_or_none("advice-time", options.advice_time)
@@ -167,7 +169,8 @@ def _offers(options: argparse.Namespace, checked: "ScriptCheck", until: float) -
     bar = Bar("fit-check", str(options.script))
     bar.begin(ADVICE, most_s=until - time.monotonic())
     try:
-        ask = asked_again(words, [str(options.script), *options.arguments], until)
+        named = ["-m"] * options.as_module + [str(options.script)]
+        ask = asked_again(words, [*named, *options.arguments], until)
         yield from Advice(seen=checked.arguments, ask=ask).offers(checked.found.to_dict())
     finally:
         bar.end()

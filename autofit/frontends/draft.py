@@ -153,10 +153,18 @@ def _weights(foreign: Foreign) -> str:
         return f"LoReFT of rank {values['reft_rank']} at each layer, on a frozen model {held} in {dtype}{autocast}"
     if values.get("added_layers"):
         return f"{values['added_layers']} added layers trained, beside frozen ones, all {held} in {dtype}{autocast}"
-    if values.get("trainable_layers"):
-        layers = f"{'' if values.get('spread_layers') else 'the last '}{values['trainable_layers']} layers"
-        rest = " and all outside of the layers" if values.get("trains_rest") else ""
-        trained = f"{layers}{rest} trained, {held} in {values.get('adapter_dtype') or dtype}"
+    if (count := values.get("trainable_layers")) is not None:
+        assert isinstance(count, int)
+        place = "" if values.get("spread_layers") else "the last " if count > 0 else "the first "
+        layers = f"{place}{abs(count)} layers" if count else ""
+        if isinstance(parts := values.get("layer_modules"), list) and count:
+            layers = f"{' and '.join(parts)} of {layers}"
+        rest = "all outside of the layers" if values.get("trains_rest") else ""
+        if isinstance(extra := values.get("extra_modules"), list):
+            rest = ", ".join(extra)
+        trained = (
+            f"{' and '.join(filter(None, (layers, rest)))} trained, {held} in {values.get('adapter_dtype') or dtype}"
+        )
         return f"{trained}, the others in {dtype}{autocast}"
     return f"all weights trained, {held} in {dtype}{autocast}"
 
@@ -331,8 +339,12 @@ class Draft:
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Raise ConfigError for those of these keys that the file turns on: the reason of each is one sentence."""
-        if refused := [f"{key}: {reason}" for key, reason in reasons.items() if self.says(key)]:
-            raise ConfigError("; ".join(refused))
+        named: dict[str, list[str]] = {}
+        for key, reason in reasons.items():
+            if self.says(key):
+                named.setdefault(reason, []).append(key)
+        if named:
+            raise ConfigError("; ".join(f"{', '.join(keys)}: {reason}" for reason, keys in named.items()))
 
     def note(self, text: str) -> None:
         if text not in self.notes:

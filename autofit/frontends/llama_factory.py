@@ -278,7 +278,7 @@ def _method(draft: Draft, launch: Mapping[str, object]) -> None:
         _freeze(draft)
     elif draft.is_on("use_llama_pro"):
         raise ConfigError("use_llama_pro is simulated with finetuning_type freeze, not with adapters")
-    draft.ignore(("freeze_trainable_layers", "freeze_extra_modules"))
+    draft.ignore(("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"))
 
 
 def _quantization(draft: Draft, compute: str) -> bool:
@@ -343,12 +343,17 @@ def _oft(draft: Draft) -> None:
 
 def _freeze(draft: Draft) -> None:
     layers = draft.raw("freeze_trainable_layers", 2)
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise ConfigError(f"freeze_trainable_layers must be 1 or more to be simulated (the last layers); got {layers}")
-    for key in ("freeze_trainable_modules", "freeze_extra_modules"):
-        if draft.given.get(key) not in (None, "all"):
-            raise ConfigError(f"{key}: only whole layers (freeze_trainable_modules: all) are simulated")
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise ConfigError(f"freeze_trainable_layers must be a whole number; got {layers}")
+    parts, extra = draft.names("freeze_trainable_modules"), draft.names("freeze_extra_modules")
+    if layers == 0 and not extra:
+        raise ConfigError("freeze_trainable_layers: 0 trains nothing, with which LLaMA-Factory ends; set a number of "
+                          "layers or freeze_extra_modules")  # fmt: skip
+    if layers < 1 and draft.is_on("use_llama_pro"):
+        raise ConfigError(f"use_llama_pro needs freeze_trainable_layers of 1 or more; got {layers}")
     draft.put("trainable_layers", layers, "freeze_trainable_layers")
+    draft.put("layer_modules", None if "all" in (parts or ["all"]) else parts, "freeze_trainable_modules")
+    draft.put("extra_modules", extra, "freeze_extra_modules")
     if draft.is_on("use_llama_pro"):  # adapter.py: every n-th layer of the expanded model
         draft.put("spread_layers", True, "use_llama_pro")
 
@@ -438,7 +443,7 @@ def say(foreign: Foreign, changes: Mapping[str, object]) -> dict[str, object]:
     own: dict[str, Saying] = {
         **dict.fromkeys(("objective", "bf16", "fp16", "pad_to_multiple_of", "adapter_dtype", "block_diagonal",
                          "bnb_4bit_quant_storage", "float32_logits", "packing", "keeps_logits", "nll_weight",
-                         "value_head", "spread_layers")),
+                         "value_head", "spread_layers", "layer_modules", "extra_modules")),
         "dtype": lambda value: _said_dtype(foreign, value),
         "max_length": lambda value: {"cutoff_len": value} if foreign.values.get("pad_to_multiple_of") else None,
         "gradient_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},

@@ -41,7 +41,7 @@ from autofit.recipe.keys import weight_bits
 from autofit.recipe.yaml_file import parse_yaml, read_yaml_mapping
 
 TYPE = "command"  # sft, pt or rlhf, under which the command's arguments are read
-_TRAINS = ("sft", "pt", "rlhf")
+_TRAINS = ("sft", "pt", "rlhf", *swift_rules.OLD_COMMANDS)
 _LIKE = {"dpo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "rm": "reward",
          "gkd": "gkd", "seq_cls": "classify", "embedding": "embed", "reranker": "rerank",
          "generative_reranker": "rerank"}  # fmt: skip
@@ -113,6 +113,7 @@ def training(text: str, *, folder: Path) -> Training:
     command, kind, words = found[0]
     values, environment = arguments(words, folder, tool="ms-swift"), dict(command.variables)
     environment |= _env(values)
+    swift_rules.check_version(values, kind)
     config = accelerate_config(command.words, folder)
     values = {**sharing.of_accelerate(config), **values}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
@@ -190,6 +191,7 @@ def recipe(given: Mapping[str, object], *, folder: Path, ranks: int | None = Non
     """The recipe of ms-swift's arguments, on `ranks` ranks where these are known. Raises ConfigError."""
     given = dict(given)
     environment = _env(given)
+    swift_rules.check_version(given)
     if ranks is None and environment:
         told = told_ranks((), {}, environment)
         ranks = None if told is None else ranks_in(told)
@@ -233,7 +235,7 @@ def _recipe(draft: Draft, folder: Path, ranks: int | None, environment: Mapping[
         draft.put("ddp_find_unused_parameters", draft.truth("ddp_find_unused_parameters", None))
     _checkpointing(draft, is_replicated=started and not launch)
     sharded = launch.get("fsdp_config")
-    if isinstance(sharded, Mapping) and sharded.get("fsdp_activation_checkpointing"):  # sft_args.py: FSDP's own alone
+    if sharing.checkpoints_itself(launch):  # sft_args.py: FSDP's own alone
         draft.put("gradient_checkpointing", False, "fsdp")
         draft.fixed.add("gradient_checkpointing")
     if sharded and not draft.values.get("gradient_checkpointing"):  # they have no effect then

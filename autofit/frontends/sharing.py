@@ -118,6 +118,12 @@ def casts_by_accelerate(launch: Mapping[str, object]) -> bool:
     return launch.get("distributed_type") == "FSDP"
 
 
+def checkpoints_itself(launch: Mapping[str, object]) -> bool:
+    """Whether FSDP checkpoints the layers that it wraps, in place of the trainer."""
+    inner = launch.get("fsdp_config")
+    return isinstance(inner, Mapping) and bool(inner.get("fsdp_activation_checkpointing"))
+
+
 def words(launch: Mapping[str, object]) -> str:
     """Sharding of a launch, for a reader."""
     kind = launch.get("distributed_type")

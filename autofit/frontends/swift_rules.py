@@ -31,6 +31,43 @@ _LOSSES = {  # others end at the first step
     "grpo": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"),
 }  # fmt: skip
 
+# Arguments of ms-swift 2 (2.6.1, llm/utils/argument.py) that today's has by another name, or not at all: "". The first
+# release with today's is 3.0 (its ReleaseNote3.0.md); tuner_type was train_type in 3.x.
+_OLD = {
+    "sft_type": "tuner_type", "model_id_or_path": "model", "template_type": "template", "dtype": "torch_dtype",
+    "batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
+    "quantization_bit": "quant_bits", "bnb_4bit_comp_dtype": "bnb_4bit_compute_dtype", "use_flash_attn": "attn_impl",
+    "lora_dropout_p": "lora_dropout", "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save", "lora_bias_trainable": "lora_bias", "lora_lr_ratio": "lorap_lr_ratio",
+    "neftune_alpha": "neftune_noise_alpha", "ref_model_id_or_path": "ref_model", "use_liger": "use_liger_kernel",
+    "preprocess_num_proc": "dataset_num_proc", "dataset_test_ratio": "split_dataset_ratio",
+    "custom_train_dataset_path": "dataset", "custom_val_dataset_path": "val_dataset",
+    "only_save_model": "save_only_model", "add_output_dir_suffix": "add_version", "check_model_is_latest": "",
+    "train_dataset_sample": "", "self_cognition_sample": "", "train_dataset_mix_ratio": "",
+    "check_dataset_strategy": "", "test_oom_error": "", "push_hub_strategy": "",
+}  # fmt: skip
+OLD_COMMANDS = ("dpo", "orpo", "simpo")  # its commands beside sft, pt and rlhf (2.6.1, cli/main.py)
+
+
+def check_version(given: Mapping[str, object], command: str | None = None) -> None:
+    """Raise ConfigError for arguments of ms-swift 2, with those of today, as today's ends with an error there."""
+    old = [key for key in _OLD if key in given]
+    if not old and command not in OLD_COMMANDS:
+        return
+    words = [f"--{_OLD[key]} for --{key}" for key in old if _OLD[key]]
+    if "model" not in given and "model_id_or_path" not in given and "model_type" in given:
+        words.insert(0, f"--model, a name on the hub or a folder, for --model_type {given['model_type']}")
+    if command in OLD_COMMANDS:
+        words.insert(0, f"`swift rlhf --rlhf_type {command}` for `swift {command}`")
+    if str(given.get("deepspeed", "")).startswith("default-"):
+        words.append(f"--deepspeed {str(given['deepspeed']).removeprefix('default-')}")
+    gone = [f"--{key}" for key in old if not _OLD[key]]
+    raise ConfigError(
+        "these are words of ms-swift 2 (until December 2024), and today's are read, 4.x; write "
+        + "; ".join([", ".join(words), *([f"leave out {', '.join(gone)}"] if gone else [])]).removeprefix("; ")
+        + "; without target_modules today's trains all linear layers, and 2.x did some of each model"
+    )
+
 
 def evaluates(draft: Draft) -> bool:
     """True if there are samples to evaluate on, and a time (sft_args.py, _init_eval_strategy; data_args.py)."""

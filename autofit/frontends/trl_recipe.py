@@ -15,6 +15,7 @@ from autofit.recipe.profile import OF_TRL, profile
 
 OPEN_R1, HANDBOOK = "open-r1", "alignment-handbook"
 OTHERS = ("kto", "orpo", "cpo", "gkd", "ppo", "nash_md", "online_dpo", "xpo", "bco", "prm", "distillation")
+_OF_ITS_COMMAND = ("kto", "distillation")  # those of them that TRL 1.16's own command has, in trl/scripts
 # Arguments of open-r1's own (src/open_r1/configs.py at 078c5e17) that reach neither the model nor the batch.
 _OWN_NAMES = """
 benchmarks callbacks chat_template system_prompt hub_model_revision num_completions_to_print overwrite_hub_revision
@@ -126,7 +127,10 @@ def _has_rewards(values: Mapping[str, object]) -> bool:
 
 def not_simulated(kind: str, script: str = "") -> ConfigError:
     """The refusal of an unsupported trainer of TRL's, with the command that runs its `script`, or one."""
-    trains = as_it_is(script) or "; autofit fit-check --gpu NAME SCRIPT.py ... runs a Python script that trains with it"
+    runs = "SCRIPT.py ... runs a Python script that trains with it"
+    if kind in _OF_ITS_COMMAND:
+        runs = f"-m trl.scripts.{kind} ... runs `trl {kind} ...`"
+    trains = as_it_is(script) or f"; autofit fit-check --gpu NAME {runs}"
     return ConfigError(f"training with {kind} is not simulated; {', '.join(OF_TRL)} are{trains}")
 
 

@@ -22,6 +22,7 @@ from autofit.frontends import (
     hf_script,
     llama_factory,
     ms_swift,
+    sharing,
     tools,
     trl_recipe,
     trl_script,
@@ -376,6 +377,7 @@ def written(
     wrong = [] if again is None else [
         key for key, value in wanted.items()
         if again.values.get(key) != value and (key in changes or key not in again.fixed)  # the launch may fix a key
+        and not (value and key.startswith("gradient_checkpointing") and sharing.checkpoints_itself(again.launch))
     ]  # fmt: skip
     if again is None or wrong:
         raise ConfigError(f"{path}: {', '.join(wrong) or 'a change'} cannot be written in the keys of {foreign.tool}")

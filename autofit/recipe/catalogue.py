@@ -105,7 +105,7 @@ def _base_parts(name: str) -> list[str]:
 def of_folder(name: str) -> str | None:
     """The name on the hub of the model that a folder of this name holds, if it is known."""
     same = [key for key in _all() if key.partition("/")[2].lower() == name.lower()]
-    return same[0] if len(same) == 1 else None
+    return same[0] if same and all(_all()[key].config == _all()[same[0]].config for key in same) else None
 
 
 def _without_owner(name: str) -> str:

@@ -117,11 +117,13 @@ class Columns:
 
 
 def _dicts(node: ast.AST) -> Iterator[str]:
-    """The names that a statement gives to a dict of its own or to a file of settings, rather than to rows."""
+    """The names that a statement gives to a dict of its own, a file of settings or figures of metrics, rather than rows."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return
     value = node.value
-    made = isinstance(value, ast.Call) and re.fullmatch(r"dict|vars|.*(asdict|safe_load)", ast.unparse(value.func))
+    made = isinstance(value, ast.Call) and re.fullmatch(
+        r"dict|vars|.*(asdict|safe_load|json\.loads?|\.compute|\.evaluate)", ast.unparse(value.func)
+    )
     if isinstance(value, ast.Dict) or made:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         yield from (target.id for target in targets if isinstance(target, ast.Name))
@@ -149,7 +151,9 @@ def _texts(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 
 ROWS = 2560  # enough for two steps of most batches; every second one is shorter, so batches are padded as real ones
+_HELD_OUT = 256  # of a split that is not trained on: all of it may be evaluated before the first step
 _NAMED = 6  # columns that a note names
+_ASKS_CLASSES = re.compile(r"\.features\b.*\.(?:names|num_classes|int2str|str2int)\b")
 _WRITERS = ("to_json", "to_csv", "to_parquet", "save_to_disk")  # of a dataset
 _READERS = ("read_json", "read_csv", "read_parquet")  # of pandas
 
@@ -188,7 +192,11 @@ class MadeUp:
         import datasets
 
         rows = self.rows(name)
-        return datasets.Dataset.from_list(rows[:2]).select([0, 1] * (len(rows) // 2))
+        found = datasets.Dataset.from_list(rows[:2])
+        if _ASKS_CLASSES.search(self.columns.code):
+            for label in (key for key in found.column_names if re.fullmatch("labels?", key)):
+                found = found.cast_column(label, datasets.ClassLabel(num_classes=2))
+        return found.select([0, 1] * (len(rows) // 2))
 
     def place(self, path: Any) -> Any:
         """Path for a file written from made-up rows: the user's own files are kept."""
@@ -239,7 +247,7 @@ def _datasets(made: MadeUp) -> Iterator[None]:
         try:
             return original(path, *rest, **named)
         except missing:
-            return _as_asked(made.dataset(str(path) if files is None else _words(files)), named)
+            return _as_asked(made.dataset(str(path) if files is None else _words(files)), named, made.columns.code)
 
     def load_from_disk(path: Any, *rest: Any, **named: Any) -> Any:
         try:
@@ -341,20 +349,25 @@ def _words(files: Any) -> str:
         values, str) else str(values)  # fmt: skip
 
 
-def _as_asked(rows: Any, named: Mapping[str, Any]) -> Any:
-    """`rows` as the splits that a call of `load_dataset` asks for."""
+def _as_asked(rows: Any, named: Mapping[str, Any], code: str) -> Any:
+    """`rows` as the splits that a call of `load_dataset` in the `code` asks for."""
     import datasets
 
     split = named.get("split")
+    few = rows.select(range(_HELD_OUT)) if re.search(r"""["']train""", code) else rows
+
+    def part(name: object) -> Any:
+        return few if re.match(r"test|val|dev|eval", str(name)) else rows
+
     if named.get("streaming"):
-        rows = rows.to_iterable_dataset()
+        rows, few = rows.to_iterable_dataset(), few.to_iterable_dataset()
     if isinstance(split, list | tuple):
-        return [rows for _ in split]
+        return [part(name) for name in split]
     if split is not None:
-        return rows
+        return part(split)
     names = {*SPLITS, *files} if isinstance(files := named.get("data_files"), Mapping) else SPLITS
     kind = datasets.IterableDatasetDict if named.get("streaming") else datasets.DatasetDict
-    return kind(dict.fromkeys(names, rows))
+    return kind({name: part(name) for name in names})
 
 
 def _missing(name: str) -> str:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -48,6 +49,10 @@ class _NeedsColumn(Exception):
     """The script reads a column that made-up rows lack; its name."""
 
 
+class _NeedsLauncher(Exception):
+    """The script asks for variables that torchrun sets."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """A script or notebook with its arguments, and the settings that replace missing parts of this machine.
@@ -58,6 +63,7 @@ class Script:
     """
 
     path: Path
+    module: str | None = None  # as `python -m` names it, from the current folder
     arguments: Sequence[str] = ()
     prompt_tokens: int | None = None
     changes: Mapping[str, object] = field(default_factory=dict)
@@ -97,13 +103,20 @@ def fit_script(
         from autofit.hardware.calibration import host_costs
 
         costs, _ = host_costs(f"sim:{spec.name}")
+        if any(name in code for name in _LIBRARIES):  # before what stands beside the script under one of their names
+            import autofit.scripts.stand_ins  # noqa: F401
         more: list[str] = []
+        launched: dict[str, str] = {}
         while True:
             try:
-                with fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card:
+                with (
+                    _only_rank(launched), fake_gpu(spec, host_costs=costs, enforce_capacity=False) as card,
+                ):  # fmt: skip
                     loop = CheckedLoop(card)
                     own = folder / str(len(more))
-                    own.mkdir()
+                    own.mkdir(exist_ok=True)
+                    if launched:
+                        card.note("the script asks for torchrun's variables: it runs as its only rank")
                     note = _unsaid if script.of_libraries else card.note
                     made = MadeUp(Columns(alone, tuple(more)), script.prompt_tokens, own, note)
                     seen = _run(script, code, card, loop, steps=steps, made=made)
@@ -111,6 +124,35 @@ def fit_script(
                     return ScriptCheck(found=result, arguments=seen, longest_tokens=made.longest)
             except _NeedsColumn as needed:
                 more.append(str(needed))
+            except _NeedsLauncher:
+                launched = _of_torchrun()
+
+
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _of_torchrun() -> dict[str, str]:
+    """The variables that torchrun gives to the only rank of a run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return dict(zip(_RANKS, ("0", "0", "1", "1", "127.0.0.1", str(free.getsockname()[1])), strict=True))
+
+
+@contextmanager
+def _only_rank(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context with the `variables` of the only rank of a job, and its process group; without any, nothing."""
+    if not variables:
+        yield
+        return
+    from torch import distributed
+
+    from autofit.fakegpu.rates.collectives import fake_ranks
+
+    with (
+        mock.patch.dict(os.environ, variables), fake_ranks(1),
+        mock.patch.object(distributed, "init_process_group", return_value=None),
+    ):  # fmt: skip
+        yield
 
 
 def _unsaid(_: str) -> None:
@@ -127,7 +169,10 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
         file = made.folder / "notebook.py"
         file.write_text(made.columns.code, encoding="utf-8")
     home = path.resolve().parent
+    within = module_of(script, made.columns.code)
     project = [str(folder) for folder in project_of(path)]
+    if within is not None:
+        project.insert(0, str(within.folder))
     fewer = Fewer(lambda: bool(made.names), lambda: card.elapsed_s, card.note)
 
     def own(name: str) -> bool:
@@ -145,7 +190,10 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
             _without_network(asked), _stood_in(script, code, card, seen, made, own, fewer),
             _counted(card, loop, steps, fewer), nothing_started(code, card.note, asked),
         ):  # fmt: skip
-            runpy.run_path(str(file), init_globals=of_a_notebook(made.columns.code), run_name="__main__")
+            if within is not None:
+                runpy.run_module(within.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(file), init_globals=of_a_notebook(made.columns.code), run_name="__main__")
     except _Enough:
         pass
     except torch.OutOfMemoryError as error:
@@ -159,10 +207,13 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
         column = made.unknown_column(error)
         if column is not None and len(made.columns.more) < _MOST_COLUMNS:
             raise _NeedsColumn(column) from error
+        if "RANK" not in os.environ and re.search(rf"\b(?:{'|'.join(_RANKS)}|torchrun)\b", str(error)):
+            raise _NeedsLauncher from error
         frames = traceback.extract_tb(error.__traceback__)
         place = ([frame for frame in frames if own(frame.filename)] or frames)[-1]
         shown = path if place.filename == str(file) else place.filename
-        raise ConfigError(_failed(path, error, f"{shown}:{place.lineno}", loop.steps, asked)) from error
+        failed = _failed(path, error, f"{shown}:{place.lineno}", loop.steps, asked, line=place.line or "")
+        raise ConfigError(failed) from error
     if not card.peak_allocated_bytes:
         raise ConfigError(f'{path} put nothing on the card; a script trains on it with device "cuda"')
     if not loop.steps:
@@ -172,21 +223,26 @@ def _run(script: Script, code: str, card: "FakeGpu", loop: CheckedLoop, *, steps
     return seen
 
 
-def _failed(path: Path, error: Exception, place: str, steps: int, asked: list[str]) -> str:
-    """Missing part of a script, in a line, by the `error` that it raised at a place."""
+def _failed(path: Path, error: Exception, place: str, steps: int, asked: list[str], line: str) -> str:
+    """Missing part of a script, in a line, by the `error` that it raised at a place, whose code is `line`."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         if package in sys.modules and package != error.name:
             version = getattr(sys.modules[package], "__version__", "")
             return (f"{path} imports {error.name}, which the {f'{package} {version}'.strip()} that is installed here "
                     f"does not have ({place}); install the version that the script was written for")  # fmt: skip
+        if package in _OF_PROJECTS:
+            return f"{path} imports {error.name}, which is not beside it ({place}); put the project's own module there"
         return (f"{path} imports {error.name}, which is not installed here ({place}); install it, such as by "
                 f"pip install {package}")  # fmt: skip
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{path} reads {quoted(str(error.filename), 200)}, which is not there ({place}); make it first"
     wanted = f"; it wanted to reach {', '.join(dict.fromkeys(asked))}, and sees no network here" if asked else ""
     after = f" after {steps} steps" if steps else " before its first step"
-    return f"{path} failed{after}: {type(error).__name__}: {_plain(str(error))} ({place}){wanted}"
+    text = _plain(str(error)) or f"`{_plain(line)}`"  # an assertion may have no words
+    if "unscale FP16" in text:  # torch.amp.GradScaler
+        text += "; transformers 5 loads float16 weights as they are, and 4 took float32: say dtype=torch.float32"
+    return f"{path} failed{after}: {type(error).__name__}: {text} ({place}){wanted}"
 
 
 def _plain(text: str) -> str:
@@ -248,9 +304,18 @@ def _counted(card: "FakeGpu", loop: CheckedLoop, steps: int, fewer: Fewer) -> It
     with ExitStack() as phases:
         phases.enter_context(card.phase("step 1 and before"))
         began_s = card.elapsed_s
+        taken: dict[
+            int, int
+        ] = {}  # steps of each optimizer; there may be one for each weight, within the backward pass
 
         def after_step(optimizer: "torch.optim.Optimizer", args: object, kwargs: object) -> None:
             nonlocal began_s
+            is_new = id(optimizer) not in taken
+            taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
+            if is_new and loop.steps == 1:
+                began_s = card.elapsed_s  # the first step has gone on
+            if min(taken.values()) <= loop.steps and max(taken.values()) <= loop.steps + 1:
+                return
             loop.steps += 1
             loop.step_s, began_s = card.elapsed_s - began_s + fewer.end_step(), card.elapsed_s
             if loop.steps >= steps:
@@ -354,6 +419,44 @@ def has_commands(path: Path) -> bool:
 
 
 # -- the modules beside a script --------------------------------------------------------------------------------------
+
+_OF_PROJECTS = {"utils", "util", "common", "config", "configs", "data", "dataset", "models", "model", "helpers", "src"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A script within a package: its name, as `python -m` has it, and the folder that this begins in."""
+
+    name: str
+    folder: Path
+
+
+def module_of(script: Script, code: str) -> Module | None:
+    """The script as a module, where it was named as one or imports from its own package; None for others."""
+    if script.module is not None:
+        return Module(name=script.module, folder=Path.cwd())
+    tree, path = _tree(code), script.path.resolve()
+    nodes = () if tree is None else ast.walk(tree)
+    depth = max((node.level for node in nodes if isinstance(node, ast.ImportFrom)), default=0)  # of `from .. import`
+    if not 0 < depth < len(path.parents) or path.suffix != ".py" or has_commands(path):
+        return None
+    folder = Path.cwd() if Path.cwd() in path.parents[depth:] else path.parents[depth]
+    return Module(name=".".join(path.relative_to(folder).with_suffix("").parts), folder=folder)
+
+
+def path_of_module(name: str) -> Path:
+    """The file of a module, as `python -m` finds it from the current folder. Raises ConfigError where there is none."""
+    place = Path(*name.split("."))
+    if found := next((path for path in (place.with_suffix(".py"), place / "__main__.py") if path.is_file()), None):
+        return found
+    try:
+        spec = find_spec(name)  # of one that is installed, such as trl.scripts.kto
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(f"there is no module {quoted(name, 200)} in the current folder, and none is installed")
+    return Path(spec.origin)
+
 
 _PROJECT = ("pyproject.toml", "setup.py")
 _MOST = 200  # modules that are read

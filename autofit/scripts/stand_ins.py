@@ -21,12 +21,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import accelerate
 import huggingface_hub
 import peft
 import torch
@@ -95,6 +97,8 @@ def modernise(named: dict[str, Any]) -> None:
         named["quantization_config"] = transformers.BitsAndBytesConfig(**bits)
     if named.pop("use_flash_attention_2", False):
         named.setdefault("attn_implementation", "flash_attention_2")
+    if named.get("use_cache", True) is None:  # a config of today takes no None
+        del named["use_cache"]
     forget_downloads(named)
 
 
@@ -114,7 +118,14 @@ def _gone() -> Iterator[tuple[Any, str, Any, str]]:
     yield trl.ModelConfig, "trust_remote_code", False, "a model's own code is not run"
     new = peft.prepare_model_for_kbit_training
     yield peft, "prepare_model_for_int8_training", new, f"{new.__name__} is called"
-    yield huggingface_hub, "HfFolder", Nothing(), "nothing is asked of the hub"
+    for name in ("HfFolder", "Repository"):
+        yield huggingface_hub, name, Nothing(), "nothing is asked of the hub"
+    yield accelerate.utils, "is_ccl_available", lambda: False, "oneCCL counts as missing"
+    yield transformers, "is_torch_tpu_available", lambda *_, **__: False, "a TPU counts as missing"
+    half = property(lambda self: self.mixed_precision == "fp16")
+    yield accelerate.Accelerator, "use_fp16", half, "mixed_precision is read"
+    tell = "nothing is told to the hub"
+    yield transformers.utils, "send_example_telemetry", Nothing(), tell
     tokenizer = transformers.PreTrainedTokenizerBase
     yield tokenizer, "_pad_token", property(lambda self: self.pad_token), "pad_token is read"
 
@@ -142,10 +153,12 @@ def _completions_only(*_: object, tokenizer: Any, **__: object) -> Any:
 def _of_config(config: type, note: Callable[[str], None]) -> Any:
     original: Callable[..., None] = config.__init__  # type: ignore[misc]
     known = _fields(config)
+    set_always = {field.name for field in fields(config) if field.default not in (None, MISSING)}
 
     @functools.wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        original(self, *given, **_modern(named, known, note))
+        unset = {key for key, value in named.items() if value is None and key in set_always}  # older ones took None
+        original(self, *given, **_modern({key: named[key] for key in named if key not in unset}, known, note))
 
     return __init__
 
@@ -553,6 +566,7 @@ class _Unsloth:
         for package in UNSLOTH:
             for part in ("", ".chat_templates", ".trainer", ".models", ".models.loader", ".dataset_utils", ".save"):
                 module = IdleModule(f"{package}{part}")
+                module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)  # for who asks whether it is there
                 module.__dict__.update(found)
                 yield module.__name__, module
 

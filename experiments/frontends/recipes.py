@@ -40,7 +40,9 @@ STUB = '#!/bin/bash\nprintf "%s\\0" "$(basename "$0")" "$@" >> "$TOLD"\nprintf "
 TRAINS = re.compile(r"\bswift\s+(?:sft|pt|rlhf)\b|swift/cli/(?:sft|pt|rlhf)\.py")
 # What a file of each tool has that trains on text: others infer, export, or configure a launcher.
 OWN = {"LLaMA-Factory": "stage", "Axolotl": "base_model"}
-ENDS = re.compile(r"ends with an error in|as Axolotl says|got '<[\w-]+>'")  # why the tool itself does not train it
+ENDS = re.compile(
+    r"ends with an error in|as Axolotl says|is no longer a key of Axolotl|got '<[\w-]+>'"
+)  # why the tool itself does not train it
 SEES = "images, video or sound"  # in the reason for which a file of a model that sees or hears is refused
 CHANGES: tuple[Mapping[str, object], ...] = (
     {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
