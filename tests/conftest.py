@@ -45,8 +45,8 @@ _whole_collections = 0
 
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
 TOGETHER = {
-    "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py",
-    "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_mlflow_pages.py", "tests/test_probe.py",
+    "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_ahead.py", "tests/test_confirmation.py",
+    "tests/test_contract.py", "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_mlflow_pages.py", "tests/test_probe.py",
     "tests/test_promoted_run.py", "tests/test_rank_runs.py",
     "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
     "tests/test_web.py",
@@ -127,6 +127,10 @@ def pytest_collection_finish() -> None:
         import mlflow_template
 
         mlflow_template.install()
+    if "autofit.tuning.study" in sys.modules:
+        import optuna_template
+
+        optuna_template.install()
     if "autofit.fakegpu.device" in sys.modules:
         import shared_operations
 
