@@ -304,7 +304,9 @@ def test_a_real_training_learns_its_rows(changes: dict[str, object], tiny_model:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("part", "layer"), [("trainable_layers", "1"), ("added_layers", "2")])
+@pytest.mark.parametrize(
+    ("part", "layer"), [pytest.param("trainable_layers", "1", marks=pytest.mark.slow), ("added_layers", "2")]
+)
 def test_freezing_leaves_the_last_layers_to_train(part: str, layer: str, small_model: Path, tmp_path: Path) -> None:
     more: dict[str, object] = {part: 1, "gradient_checkpointing": True, "dtype": "bfloat16", "bf16": True}
     trainer = trained(small_model, tmp_path, **more, adapter_dtype="float32")
