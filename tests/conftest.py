@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import command_line
 import durations
@@ -46,10 +47,9 @@ _whole_collections = 0
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
 TOGETHER = {
     "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_ahead.py", "tests/test_confirmation.py",
-    "tests/test_contract.py", "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_mlflow_pages.py", "tests/test_probe.py",
-    "tests/test_promoted_run.py", "tests/test_rank_runs.py",
-    "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
-    "tests/test_web.py",
+    "tests/test_contract.py", "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_installed.py",
+    "tests/test_interruption.py", "tests/test_mlflow_pages.py", "tests/test_probe.py", "tests/test_promoted_run.py",
+    "tests/test_promotion.py", "tests/test_rank_runs.py", "tests/test_tracking.py", "tests/test_web.py",
 }  # fmt: skip
 
 
@@ -180,6 +180,13 @@ def tiny_recipe(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     """A GRPO recipe in a folder of its own, which is also the working directory."""
     monkeypatch.chdir(tmp_path)
     return tiny.write_recipe(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Variables that a test sets, as a trainer does those of a recipe's `env`, end with it."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def shapes() -> list[catalogue.Architecture]:
 
 
 def by_class() -> list[object]:
-    """All shapes; with the mark of the slow run those whose class has an earlier one, of fewer layers where there is."""
+    """All shapes; those of a class but for its one of the fewest layers with the mark of the slow run."""
     first: dict[str, catalogue.Architecture] = {}
     for entry in sorted(shapes(), key=lambda entry: int(str(entry.config.get("num_hidden_layers", 99)))):
         first.setdefault(str(entry.config["architectures"]), entry)
