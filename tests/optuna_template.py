@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from optuna.storages import RDBStorage
 
@@ -34,4 +35,4 @@ def _head_once(storage: RDBStorage) -> str:
 def install() -> None:
     """Let studies of this process begin with a copy, and the versions of its tables be read from its files once."""
     study._make = _copied
-    RDBStorage.get_head_version = _head_once
+    mock.patch.object(RDBStorage, "get_head_version", _head_once).start()
