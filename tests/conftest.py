@@ -11,9 +11,11 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import command_line
+import counted_work
 import durations
 import pytest
 import tiny
@@ -41,15 +43,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, HELPERS), os.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all tests are collected: collections while modules are imported take seconds, and free nothing
 _whole_collections = 0
+_COUNTED = pytest.StashKey[list[dict[str, int]]]()
+DEFAULT = "not slow and not thorough and not gpu and not cuda"  # as in pyproject.toml
 
 
 # Files whose tests share an expensive fixture, or what another has left: each runs on one worker.
 TOGETHER = {
-    "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_confirmation.py",
-    "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_mlflow_pages.py", "tests/test_probe.py",
-    "tests/test_promoted_run.py", "tests/test_rank_runs.py",
-    "tests/test_installed.py", "tests/test_interruption.py", "tests/test_promotion.py", "tests/test_tracking.py",
-    "tests/test_web.py",
+    "tests/demo/test_tiny.py", "tests/fakegpu/test_formula.py", "tests/test_ahead.py", "tests/test_confirmation.py",
+    "tests/test_contract.py", "tests/test_engine_probes.py", "tests/test_floors.py", "tests/test_installed.py",
+    "tests/test_interruption.py", "tests/test_mlflow_pages.py", "tests/test_probe.py", "tests/test_promoted_run.py",
+    "tests/test_promotion.py", "tests/test_rank_runs.py", "tests/test_tracking.py", "tests/test_web.py",
 }  # fmt: skip
 
 
@@ -102,6 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     all workers busy to the end.
     """
     long = durations.read()
+    durations.collected.update(f"{item.nodeid.split('::')[0]}::{item.name}" for item in items)
     longest: dict[str, float] = {}  # of each file's tests, in seconds
     for item in items:
         file = item.nodeid.split("::")[0]
@@ -127,10 +131,15 @@ def pytest_collection_finish() -> None:
         import mlflow_template
 
         mlflow_template.install()
+    if "autofit.tuning.study" in sys.modules:
+        import optuna_template
+
+        optuna_template.install()
     if "autofit.fakegpu.device" in sys.modules:
         import shared_operations
 
         shared_operations.install()
+        counted_work.count_cards()
     gc.freeze()  # collected first, 5 % of the objects would go, for a second
     gc.enable()
 
@@ -151,8 +160,38 @@ def pytest_runtest_logfinish() -> None:
         gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker of xdist counted."""
+    if (counted := getattr(node, "workeroutput", {}).get("counted")) is not None:
+        node.config.stash.setdefault(_COUNTED, []).append(counted)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the counts of work on to the one that shows them; a whole default run above its budget fails."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["counted"] = config.stash.get(_COUNTED, [counted_work.total([])])[0]
+    elif _is_whole(config) and counted_work.above(counted_work.total(config.stash.get(_COUNTED, []))):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show what was counted."""
+    found = counted_work.total(config.stash.get(_COUNTED, []))
+    terminalreporter.write_line(f"started: {', '.join(f'{count} {kind}' for kind, count in found.items())}")
+    for sentence in counted_work.above(found) if _is_whole(config) else []:
+        terminalreporter.write_line(sentence, red=True)
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """True for a run of all default tests."""
+    own = config.getoption("keyword") or config.getoption("markexpr") != DEFAULT or config.getoption("lf", False)
+    return not own and all(Path(each).resolve() == Path(__file__).parent for each in config.args)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[None]:
     """What commands keep between runs or share with others goes to folders of this session's own."""
     os.environ["AUTOFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["AUTOFIT_SERVER"] = "0"  # no command of a test leaves a server behind, unless the test is of that
@@ -162,8 +201,10 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="autofit-tests-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         command_line.session_begins(Path(folder))
+        counted_work.begin(Path(folder) / "counted")
         yield
         command_line.session_ends()
+        pytestconfig.stash[_COUNTED] = [counted_work.counts()]
 
 
 @pytest.fixture(scope="session")
@@ -176,6 +217,13 @@ def tiny_recipe(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatc
     """A GRPO recipe in a folder of its own, which is also the working directory."""
     monkeypatch.chdir(tmp_path)
     return tiny.write_recipe(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Variables that a test sets, as a trainer does those of a recipe's `env`, end with it."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

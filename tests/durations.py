@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 TABLE = Path(__file__).with_suffix(".tsv")
 LONG_S = 1.0
 SHOWN = 25
+collected: set[str] = set()  # the tests that pytest found in this process, before any was left out by its marks
 
 
 @dataclass(frozen=True)

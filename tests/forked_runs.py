@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import counted_work
+
 from autofit.files import private_folder, write_json
 from autofit.plugin.registry import load
 from autofit.probing import fork_server, kept_server, launch
@@ -84,6 +86,7 @@ def run(request: str) -> None:
 
 
 if __name__ == "__main__":
+    counted_work.begin(Path(sys.argv[2]).with_name("counted"))
     with (
         patch.object(promotion, "start_job", start_job),
         patch.object(job, "start_deaf", start_deaf),

@@ -38,9 +38,19 @@ def search_in(folder: Path, *, trials: int | None, at_once: int) -> tuple[Search
     return search, spare
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Search, list[int]]:
+    """A whole search with one probe at once, of which tests only read."""
+    return search_in(tmp_path_factory.mktemp("ended"), trials=None, at_once=1)
+
+
+def test_without_a_free_slot_no_processors_are_to_spare(ended: tuple[Search, list[int]]) -> None:
+    assert ended[1] == []
+
+
 @pytest.mark.parametrize(
     ("trials", "at_once", "said"),
-    [(None, 2, [1]), pytest.param(None, 3, [2], marks=pytest.mark.thorough), (None, 1, []), (3, 2, [])],
+    [(None, 2, [1]), pytest.param(None, 3, [2], marks=pytest.mark.thorough), (3, 2, [])],
     ids=str,
 )
 def test_processors_are_to_spare_once_the_winner_is_found_and_a_slot_is_free(
@@ -69,10 +79,10 @@ def outside(
 
 
 def test_what_was_found_ahead_is_said_for_the_winner_alone_and_ends_with_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended: tuple[Search, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "outside", outside)
-    study = search_in(tmp_path, trials=None, at_once=1)[0].study
+    study = ended[0].study
     best, said = winner(trials_of(study)), list[str]()
     assert best is not None
     estimator = _Estimator(tmp_path / "ahead")
@@ -90,11 +100,11 @@ def test_what_was_found_ahead_is_said_for_the_winner_alone_and_ends_with_the_sea
 
 
 def test_advice_that_is_at_work_when_the_search_is_interrupted_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended: tuple[Search, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(searching, "outside", outside)
     estimator = _Estimator(tmp_path / "ahead")
-    ahead = searching._Ahead(search_in(tmp_path, trials=None, at_once=1)[0].study, cast(Estimator, estimator))
+    ahead = searching._Ahead(ended[0].study, cast(Estimator, estimator))
     ahead.begin()
     ahead.end()
     assert estimator.cancelled.is_set()
@@ -103,7 +113,7 @@ def test_advice_that_is_at_work_when_the_search_is_interrupted_is_cancelled(
 
 
 def test_ctrl_c_while_changes_are_looked_for_keeps_what_the_search_has_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended: tuple[Search, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pressed(_: float, work: Callable[[], Any], *, cancel: Callable[[Ending], None]) -> tuple[Any, Ending]:
         cancel(Ending.INTERRUPT)
@@ -113,9 +123,9 @@ def test_ctrl_c_while_changes_are_looked_for_keeps_what_the_search_has_found(
     monkeypatch.setattr(searching, "within", pressed)
     estimator, heard = _Estimator(tmp_path / "advice"), list[Event]()
     monkeypatch.setattr(searching._Run, "_estimator", lambda *_: estimator)
-    search = search_in(tmp_path, trials=None, at_once=1)[0]
+    search = ended[0]
     run = searching._Run(cast(Any, None), cast(Any, None), heard.append, None, None, None)
-    assert not run._keep_outside(plan(tmp_path, None), search.study, None)
+    assert not run._keep_outside(search.plan, search.study, None)
     assert [event.text for event in heard if event.interrupted] == ["stopping the simulations at work"]
     assert record_of(search.study).outside is None  # for the next time
 
@@ -125,7 +135,7 @@ def options(**others: object) -> argparse.Namespace:
 
 
 def test_the_verdict_is_on_the_screen_before_changes_are_looked_for_and_all_before_mlflow_has_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ended: tuple[Search, list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     happened: list[str] = []
 
@@ -133,8 +143,7 @@ def test_the_verdict_is_on_the_screen_before_changes_are_looked_for_and_all_befo
         def begin(self, words: str, *, most_s: float | None = None) -> None:
             happened.append(f"{capsys.readouterr().out}[{words}]")
 
-    study = search_in(tmp_path, trials=None, at_once=1)[0].study
-    found = read_result(tmp_path, study.study_name)
+    found = read_result(ended[0].plan.folder, ended[0].study.study_name)
     change = Outside(
         changes={"optim": "adamw_8bit"}, options="--set optim=adamw_8bit", tier="approximate", device_used_bytes=10**9,
         step_s=1.0, speedup=1.1,

@@ -188,6 +188,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) 
     return Folder(home=home)
 
 
+@pytest.mark.slow
 def test_measure_bisect_predict_and_compare_run_one_after_the_other(
     campaign: Folder, fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

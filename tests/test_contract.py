@@ -1,5 +1,6 @@
 """The contract that every trainer keeps: TRL's own, RLOO and a loop of one's own. A new trainer is one line here."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -78,16 +79,35 @@ TRAINERS: dict[str, Write] = {
 NEW = ["rloo", "two_rewards:TRAINER"]  # the others have tests of their own for searches, proofs and runs
 
 
+@pytest.fixture(scope="module")
+def inspected(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, fork_server: ForkServer
+) -> Callable[[str], tuple[Path, Recipe]]:
+    """The folder of a trainer's recipe and the recipe, inspected once for all tests."""
+
+    @functools.cache
+    def made(trainer: str) -> tuple[Path, Recipe]:
+        folder = tmp_path_factory.mktemp("recipe")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.syspath_prepend(str(folder))
+            patch.delitem(sys.modules, trainer.partition(":")[0], raising=False)
+            path = TRAINERS[trainer](folder, tiny_model)
+            return folder, prepare(path, trainer=trainer, device="cpu", folder=folder / "i", server=fork_server)
+
+    return made
+
+
 @pytest.fixture(params=TRAINERS)
 def recipe(
-    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path, fork_server: ForkServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Recipe:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    request: pytest.FixtureRequest, inspected: Callable[[str], tuple[Path, Recipe]], monkeypatch: pytest.MonkeyPatch
+) -> Recipe:
+    """The recipe of a trainer, whose folder is the working directory."""
+    folder, found = inspected(request.param)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, request.param.partition(":")[0], raising=False)
-    path = TRAINERS[request.param](tmp_path, tiny_model)
-    return prepare(path, trainer=request.param, device="cpu", folder=tmp_path / "i", server=fork_server)
+    return found
 
 
 def probe(recipe: Recipe, server: ForkServer, device: str, changes: dict[str, object]) -> ProbeResult:

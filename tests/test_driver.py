@@ -33,11 +33,10 @@ def test_without_a_driver_there_is_no_card(driver: Driver) -> None:
 )
 def test_a_card_that_its_driver_refuses_is_named_and_the_others_are_seen(driver: Driver, kind: str, words: str) -> None:
     driver.has(ALIKE[0], BROKEN[kind], ALIKE[2])
-    assert driver.told(SEEN) == [ALIKE[0].uuid, ALIKE[2].uuid]
-    assert driver.told("nvml.driver_cards().refused") == [f"card 1 is left out, its driver says: {words}"]
-    assert driver.told("[use.gpu.uuid for use in health.card_uses()]") == [ALIKE[0].uuid, ALIKE[2].uuid]
-    look = "[[gpu.index for gpu in health.look_at_cards().cards], *health.look_at_cards().refused]"
-    assert driver.told(look) == [[0, 2], f"card 1 is left out, its driver says: {words}"]
+    uses, look = "[use.gpu.uuid for use in health.card_uses()]", "health.look_at_cards()"
+    asked = f"[{SEEN}, nvml.driver_cards().refused, {uses}, [gpu.index for gpu in {look}.cards], {look}.refused]"
+    two, refused = [ALIKE[0].uuid, ALIKE[2].uuid], [f"card 1 is left out, its driver says: {words}"]
+    assert driver.told(asked) == [two, refused, two, [0, 2], refused]
 
 
 def test_an_index_beside_a_lost_card_is_cudas_which_may_not_count_that_card(driver: Driver) -> None:
@@ -60,8 +59,8 @@ def test_why_there_is_no_card_is_told(driver: Driver, cards: tuple[Card, ...], e
     driver.has(*cards)
     refused = driver.fails("hardware.choose_device('cuda')", **env)
     assert re.search(why, refused), refused
-    assert driver.told("hardware.choose_device('auto', 'h100')", **env) == "sim:h100"
-    assert driver.told("hardware.choose_device('auto')", **env) == "cpu"
+    both = "[hardware.choose_device('auto', 'h100'), hardware.choose_device('auto')]"
+    assert driver.told(both, **env) == ["sim:h100", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -99,20 +98,20 @@ def test_an_index_that_cuda_cannot_tell_is_refused_with_what_to_give(driver: Dri
 
 def test_a_sliced_card_is_seen_as_its_slices(driver: Driver) -> None:
     driver.has(SLICED, *SLICES)
-    assert driver.told(SEEN) == [card.uuid for card in SLICES]
+    seen = [card.uuid for card in SLICES]
+    assert driver.told(f"[{SEEN}, hardware.slot_names('cuda', 1)]") == [seen, [f"cuda-{uuid}" for uuid in seen]]
     told = driver.told("[(gpu.name, gpu.capacity_bytes) for gpu in hardware.gpus()]",
                        CUDA_VISIBLE_DEVICES=SLICES[1].uuid)  # fmt: skip
     assert told == [[SLICES[1].name, 4864 << 20]]
-    assert driver.told("hardware.slot_names('cuda', 1)") == [f"cuda-{card.uuid}" for card in SLICES]
     assert driver.told("hardware.simulated_twin('cuda')", CUDA_VISIBLE_DEVICES=SLICES[0].uuid) is None
 
 
 def test_a_job_that_sees_no_card_still_knows_the_card_of_its_slot(driver: Driver) -> None:
     driver.has(SMALL, FAST)
-    for slot, card in ((f"cuda-{FAST.uuid}", FAST), ("cuda-0", SMALL)):
-        told = driver.told(f"hardware.gpu_of_slot({slot!r}).capacity_bytes", CUDA_VISIBLE_DEVICES="")
-        assert told == card.total_mib << 20
-    assert driver.told("hardware.gpu_of_slot('cpu-0')") is None
+    of = "hardware.gpu_of_slot"
+    asked = f"[{of}('cuda-{FAST.uuid}').capacity_bytes, {of}('cuda-0').capacity_bytes]"
+    assert driver.told(asked, CUDA_VISIBLE_DEVICES="") == [card.total_mib << 20 for card in (FAST, SMALL)]
+    assert driver.told(f"{of}('cpu-0')") is None
 
 
 @pytest.mark.parametrize("how", ["bare", "whole", "a slice"])
@@ -138,8 +137,10 @@ def test_a_drivers_reserve_counts_only_where_the_driver_cannot_tell_it_apart(dri
 def test_a_cards_clock_is_told_and_a_slices_is_not(driver: Driver) -> None:
     driver.has(SLICED, *SLICES, *ALIKE)
     asked = "(n := __import__('pynvml'), n.nvmlInit(), nvml.card_state(n, nvml.handle_of(n, '{}')))[-1]"
-    fields = "__import__('dataclasses').asdict"
-    whole, piece = (driver.told(f"{fields}({asked.format(card.uuid)})") for card in (ALIKE[0], SLICES[0]))
+    both = ", ".join(f"__import__('dataclasses').asdict({asked.format(card.uuid)})" for card in (ALIKE[0], SLICES[0]))
+    told = driver.told(f"[{both}]")
+    assert isinstance(told, list)
+    whole, piece = told
     assert whole == {"sm_clock_mhz": 1980, "power_w": 412.345, "temperature_c": 51, "slowed_by": 4}
     assert piece == {"sm_clock_mhz": None, "power_w": None, "temperature_c": None, "slowed_by": 4}
 

@@ -83,7 +83,9 @@ def early_refusal(trainer: str, values: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer", [name if name in ("grpo", "sft") else pytest.param(name, marks=pytest.mark.slow) for name in TRAINERS]
+)
 def test_the_early_check_says_what_the_inspection_says(kept: Path, trainer: str) -> None:
     keep_keys(trainer)
     for values in WRONG:

@@ -48,7 +48,7 @@ BROKEN: Mapping[str, tuple[bool, Break]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("at", [137, 301])
+@pytest.mark.parametrize("at", [137, pytest.param(301, marks=pytest.mark.slow)])
 def test_each_broken_run_raises_the_alarm_with_the_step_it_began(name: str, at: int) -> None:
     generates, breaks = BROKEN[name]
     told = [e for e in events(series(at, generates=generates, at=at, breaks=breaks), generates=generates)

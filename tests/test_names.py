@@ -31,7 +31,8 @@ from autofit.space.space import Knob, Space
 from autofit.trainers.names import installed, one_name_each, parser_of, renamed, synonyms
 
 TRAINERS = ["grpo", "sft", "dpo", "reward", "rloo", "hf"]
-IN_CI = ("grpo", "hf")  # a trainer of TRL, and one of ours; all of them are read
+IN_CI = ("grpo", "hf")  # a trainer of TRL, and one of ours, whose cases the default tests have
+EACH = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in TRAINERS]
 OLD, NEW = "gradient_checkpointing", "activation_checkpointing"
 TWO_VALUES: list[tuple[Any, Any]] = [(True, False), (2.5, 3.5), ({"use_reentrant": False}, {"use_reentrant": True})]
 
@@ -123,7 +124,7 @@ def test_a_setting_means_the_same_by_either_name(
     assert candidates.get("old") == candidates.get("new") == candidates.get("agree")
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", EACH)
 def test_the_real_trainer_gets_what_a_candidate_means(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +217,7 @@ KWARGS = (f"{OLD}_kwargs", f"{NEW}_kwargs")
 # -- names that the installed versions do not take --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", EACH)
 def test_a_key_by_a_name_of_another_version_is_told_its_name_here(trainer: str, tmp_path: Path) -> None:
     kinds = parser_of(trainer).dataclass_types
     known = {f.name for kind in kinds for f in fields(kind)}
@@ -234,7 +235,7 @@ def test_a_key_by_a_name_of_another_version_is_told_its_name_here(trainer: str, 
         )
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", EACH)
 def test_what_a_candidate_writes_is_not_deprecated_unless_the_recipe_uses_it(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +289,7 @@ def script_gives_model(trainer: str, path: Path) -> dict[str, object]:
     return dict(parts[1].model_init_kwargs)
 
 
-@pytest.mark.parametrize("trainer", [name for name in TRAINERS if name != "hf"])
+@pytest.mark.parametrize("trainer", [each for each in EACH if each != "hf"])
 def test_a_knob_acts_where_the_recipe_gives_the_setting_inside_model_init_kwargs(
     trainer: str, tmp_path: Path, tiny_model: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, fork_serv
     return replace(found, folder=folder)
 
 
+@pytest.fixture(scope="module")
+def fit(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> tuple[ProbeResult, Path]:
+    """The result of a probe of the recipe as it is, and its folder."""
+    folder = tmp_path_factory.mktemp("fit") / "p"
+    return probe(recipe, folder, fork_server, {}), folder
+
+
 def offline_recipe(
     trainer: str, folder: Path, model: Path, server: ForkServer, changes: Mapping[str, object] | None = None
 ) -> Recipe:
@@ -69,8 +76,8 @@ def test_the_recipe_knows_its_worst_case(recipe: Recipe) -> None:
     assert len(row["prompt"].split()) == 7
 
 
-def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, fork_server: ForkServer) -> None:
-    result = probe(recipe, tmp_path / "p", fork_server, {})
+def test_a_fit_has_every_phase_time_and_version(fit: tuple[ProbeResult, Path]) -> None:
+    result, folder = fit
     assert result.status is ProbeStatus.FIT, result.reason
     assert {p.name for p in result.phases} == PHASES
     assert result.device_used_bytes == max(p.device_used_bytes for p in result.phases)
@@ -80,15 +87,15 @@ def test_a_fit_has_every_phase_time_and_version(recipe: Recipe, tmp_path: Path, 
     assert result.completions_per_step == 8
     assert result.tokens_per_step == 8 * (7 + 8)
     assert {"torch", "transformers", "trl"} <= set(result.versions)
-    assert not (tmp_path / "p" / "checkpoints").exists()
+    assert not (folder / "checkpoints").exists()
     assert ProbeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
 @pytest.mark.slow
 def test_the_same_candidate_needs_the_same_bytes_warm_and_cold(
-    recipe: Recipe, tmp_path: Path, fork_server: ForkServer
+    recipe: Recipe, tmp_path: Path, fit: tuple[ProbeResult, Path]
 ) -> None:
-    warm = probe(recipe, tmp_path / "warm", fork_server, {})
+    warm = fit[0]
     cold = probe(recipe, tmp_path / "cold", None, {})
     assert (warm.phases, warm.peak_allocated_bytes) == (cold.phases, cold.peak_allocated_bytes)
 
@@ -103,9 +110,9 @@ def test_completions_are_forced_to_full_length_however_early_the_model_would_sto
 
 
 def test_a_limit_makes_a_real_oom_with_its_phase_and_bytes(
-    recipe: Recipe, tmp_path: Path, fork_server: ForkServer
+    recipe: Recipe, tmp_path: Path, fork_server: ForkServer, fit: tuple[ProbeResult, Path]
 ) -> None:
-    free = probe(recipe, tmp_path / "free", fork_server, {})
+    free = fit[0]
     assert free.device_used_bytes is not None
     exact = probe(recipe, tmp_path / "exact", fork_server, {}, limit_bytes=free.device_used_bytes)
     below = probe(recipe, tmp_path / "below", fork_server, {}, limit_bytes=free.device_used_bytes - 1)

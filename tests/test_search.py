@@ -184,8 +184,15 @@ class Lost(Launcher):
         write_json(request.answer_path, answer.to_json())
 
 
-@pytest.mark.parametrize("words", ["", "the deadline of 9 s passed", "no space left", "the probe was killed"])
-@pytest.mark.parametrize(("cause", "attempts"), [(Cause.KILLED, 2), (Cause.HOST_OOM, 2), (Cause.DEADLINE, 1)])
+WORDS = ("the deadline of 9 s passed", "no space left", "the probe was killed", "")
+CAUSES = ((Cause.KILLED, 2), (Cause.HOST_OOM, 2), (Cause.DEADLINE, 1))
+
+
+@pytest.mark.parametrize(  # the default tests have each cause with the words of another, and one without words
+    ("cause", "attempts", "words"),
+    [pytest.param(cause, attempts, words, marks=() if place in (number, number + 3) else pytest.mark.slow)
+     for number, (cause, attempts) in enumerate(CAUSES) for place, words in enumerate(WORDS)],
+)  # fmt: skip
 def test_a_lost_probe_is_repeated_for_its_cause_and_whatever_its_reason_says(
     tmp_path: Path, cause: Cause, attempts: int, words: str
 ) -> None:

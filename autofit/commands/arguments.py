@@ -1,6 +1,7 @@
 """The options of every command. Its imports are light, so that `autofit --help` answers at once."""
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -86,6 +87,7 @@ class _Top(_Parser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        self._command = None
         found, unknown = super().parse_known_args(args, namespace)
         self._command = self._commands().choices.get(found.command)
         return found, unknown
@@ -101,8 +103,9 @@ class _Top(_Parser):
         return overview("usage: autofit COMMAND [options]", str(self.description), sentences)
 
 
+@functools.cache
 def parser() -> argparse.ArgumentParser:
-    """The parser of every command; `options.command` is the command's name."""
+    """The parser of every command, made once a process; `options.command` is the command's name."""
     top = _Top(
         prog="autofit",
         description="Find the fastest training configuration that fits a VRAM budget, at the same effective batch.",

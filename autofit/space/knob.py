@@ -1,5 +1,6 @@
 """A knob: one key of the recipe that may vary; and search space files, YAML files of knobs. Free of torch."""
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -160,9 +161,16 @@ def load_space(name: str | None, *, trainer: str | None) -> tuple[Knob, ...]:
     Without `trainer`, a space for any trainer is accepted. Raises ConfigError.
     """
     path = _space_path(name or trainer or "")
+    if path.resolve().parent == Path(str(_OURS)).resolve() and path.is_file():
+        return _ours(path, path.stat().st_mtime_ns, trainer)
+    return _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
+
+
+@functools.cache  # 20 ms to parse each time, and a search reads its space in several places
+def _ours(path: Path, _changed_ns: int, trainer: str | None) -> tuple[Knob, ...]:
+    """The knobs of a file in `search_spaces/`, read again once it has changed."""
     knobs = _knobs(read_yaml_mapping(path, what="search space"), f"the search space {path}", trainer)
-    ours = path.resolve().parent == Path(str(_OURS)).resolve()
-    return tuple(replace(knob, optional=True) for knob in knobs) if ours else knobs
+    return tuple(replace(knob, optional=True) for knob in knobs)
 
 
 def read_space(given: StatedSpace, *, trainer: str | None) -> tuple[Knob, ...]:

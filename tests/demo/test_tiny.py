@@ -20,11 +20,27 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def here(_: str, arguments: Sequence[str], *, timeout_s: float) -> str:
+    """As a process of its own builds a model, which imports for as long as the rest takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tiny", *arguments])
+        tiny.main()
+    return ""
+
+
+@pytest.fixture
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of this test are built in this process."""
+    monkeypatch.setattr(tiny, "run_module", here)
+
+
+@pytest.mark.usefixtures("_here")
 def test_random_weights_are_quick_and_small(cache: Path) -> None:
     recipe = yaml.safe_load(prepare_tiny(cache, sft_steps=0).read_text())
     assert (Path(recipe["model_name_or_path"]) / "model.safetensors").stat().st_size < 4 * 1_000_000
 
 
+@pytest.mark.usefixtures("_here")
 def test_held_out_problems_are_not_trained_on(cache: Path) -> None:
     data = Path(yaml.safe_load(prepare_tiny(cache, sft_steps=0).read_text())["dataset_name"])
     train, test = (
@@ -33,14 +49,6 @@ def test_held_out_problems_are_not_trained_on(cache: Path) -> None:
     )
     assert len(test) == len(set(test)) == 400
     assert not set(train) & set(test)
-
-
-def here(_: str, arguments: Sequence[str], *, timeout_s: float) -> str:
-    """As a process of its own builds a model, which imports for as long as the rest takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["tiny", *arguments])
-        tiny.main()
-    return ""
 
 
 @pytest.mark.slow

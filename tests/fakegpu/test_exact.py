@@ -14,10 +14,10 @@ from autofit.fakegpu import fake_gpu
 from .tiny_trainers import Case, profiler_peak_bytes, train
 
 CASES = [
-    Case(kind="dpo"),
     Case(kind="grpo", lora_rank=8, checkpointing=True),
 ]
 MORE = [
+    Case(kind="dpo"),
     Case(kind="reward", lora_rank=8, checkpointing=True),
     Case(kind="sft", lora_rank=8, attention="eager"),
 ]

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import autofit
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +62,7 @@ assert not BLOCKED & set(sys.modules), BLOCKED & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_folder_alone_runs_a_training_loop_in_a_fresh_process(tmp_path: Path) -> None:
     project = tmp_path / "project"
     subprocess.run([sys.executable, ROOT / "fakegpu-torch" / "lift.py", project], check=True)

@@ -16,7 +16,16 @@ from .tiny_trainers import profiler_peak_bytes
 pytestmark = pytest.mark.filterwarnings("ignore")  # loops warn as they would anywhere
 
 
-@pytest.mark.parametrize("name", [*EXACT, *RUNNING])
+# Loops of more than half a second. The default tests have their kinds: a generation, autocast, a Trainer, two models.
+LONG = {
+    "accumulation-padded", "autocast-fp16-scaler", "encoder-decoder", "generate-beams", "generate-static",
+    "hf-adafactor", "policy-reference",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in [*EXACT, *RUNNING]]
+)
 def test_an_ordinary_loop_runs_on_the_card(name: str) -> None:
     with fake_gpu("a100-40gb") as gpu:
         (EXACT | RUNNING)[name]("cuda")

@@ -151,6 +151,7 @@ def test_micro_batches_without_rollouts_are_played_to_the_same_bytes_and_seconds
     same(played, traced)
 
 
+@pytest.mark.slow  # the default tests have both ways of playing, of GRPO and of SFT
 def test_micro_batches_whose_samples_are_drawn_in_another_order_are_played(tmp_path: Path) -> None:
     prompts = ("t1 t2 t3 t4", "t1 t2 t3")  # one of them padded
     settings: dict[str, Any] = {"num_generations": 2, "shuffle_dataset": False}
