@@ -317,16 +317,20 @@ class Composer:
 
         Of several such pairs, whose other settings are alike, the one like the structure `near`.
         """
-        pair: tuple[Structure | None, Structure | None] = self.pairs.get(setting, (None, None))
-        if near is not None and None not in pair:
-            name, value = setting
-            others = {s: tuple((n, v if n != name else dict(self.own)[n]) for n, v in s) for s in self._traced}
-            alike = [s for s, without in others.items() if dict(s)[name] == value and without in others]
-            nearest = min(alike, key=lambda s: len(differences(near, s)), default=pair[0])
-            if nearest in others and len(differences(near, nearest)) < len(differences(near, pair[0])):
-                pair = nearest, others[nearest]
+        pair = self._nearest(setting, near) if near is not None else self.pairs.get(setting, (None, None))
         with_it, without = (self._sketch(s, shapes) for s in pair)
         return with_it, without
+
+    def _nearest(self, setting: Setting, near: Structure) -> tuple[Structure | None, Structure | None]:
+        """The pair of traced structures with `setting` and without it, otherwise alike, that is most like `near`."""
+        with_it, without = self.pairs.get(setting, (None, None))
+        if with_it is None or without is None:
+            return with_it, without
+        (name, value), own = setting, dict(self.own)
+        lacking = {s: tuple((n, own[n] if n == name else v) for n, v in s) for s in self._traced}
+        alike = (s for s, less in lacking.items() if dict(s)[name] == value and less in lacking)
+        found = min((with_it, *alike), key=lambda s: len(differences(near, s)))
+        return found, (without if found == with_it else lacking[found])
 
     @property
     def _traced(self) -> list[Structure]:

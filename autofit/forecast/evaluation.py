@@ -35,7 +35,8 @@ class Parts:
         values = dict(zip(("B", "G", "C", "r"), rows.T, strict=True))
         once = model.seconds(values, layers, values["C"])
         seconds = {name: passes(name, shapes, once) * each for name, each in once.items()}
-        more = model.sample_bytes * values["B"] * ([s.accumulation for s in shapes] - np.float64(model.micro_batches))
+        added = np.array([s.accumulation - model.micro_batches for s in shapes], float)  # micro-batches of a step
+        more = model.sample_bytes * values["B"] * added
         peaks = {
             phase: peak + (2 if phase == BETWEEN else 1) * more for phase, peak in model.peaks(values, layers).items()
         }

@@ -117,7 +117,7 @@ class Columns:
 
 
 def _dicts(node: ast.AST) -> Iterator[str]:
-    """The names that a statement gives to a dict of its own, a file of settings or figures of metrics, rather than rows."""
+    """The names that a statement gives to a dict of its own, a file of settings or figures of metrics: no rows."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return
     value = node.value
