@@ -185,8 +185,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _is_whole(config: pytest.Config) -> bool:
-    """True for a run of all default tests."""
+    """True for a run of all default tests by two workers, as each worker starts some of its own."""
     own = config.getoption("keyword") or config.getoption("markexpr") != DEFAULT or config.getoption("lf", False)
+    own = own or config.getoption("numprocesses") != 2
     return not own and all(Path(each).resolve() == Path(__file__).parent for each in config.args)
 
 

@@ -76,11 +76,13 @@ def test_a_training_that_is_not_simulated_is_refused_by_its_folder(tmp_path: Pat
         read(file(tmp_path / "orpo", DPO))
 
 
-@pytest.mark.parametrize("kind", ["kto", "orpo", "gkd"])
-def test_a_command_of_trl_that_is_not_simulated_names_the_command_that_runs_a_script(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "runs"), [("kto", "-m trl.scripts.kto"), ("orpo", "SCRIPT.py"), ("gkd", "SCRIPT.py")])
+def test_a_command_of_trl_that_is_not_simulated_names_the_command_that_runs_a_script(
+    kind: str, runs: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"trl {kind} --model_name_or_path m --dataset_name d\n")
-    with pytest.raises(ConfigError, match=f"{kind} is not simulated; .*; autofit fit-check --gpu NAME SCRIPT.py"):
+    with pytest.raises(ConfigError, match=f"{kind} is not simulated; .*; autofit fit-check --gpu NAME {runs} "):
         read(path)
     path.write_text(f"accelerate launch {kind}.py --model_name_or_path m --dataset_name d\n")
     with pytest.raises(ConfigError, match=f"{kind} is not simulated; .*; autofit fit-check --gpu NAME {kind}.py"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autofit import __version__
-from autofit.commands.help import SHELLS, epilog, folded, overview
+from autofit.commands.help import SHELLS, columns, epilog, folded, overview
 from autofit.errors import ConfigError, nearest
 from autofit.recipe.profile import TRAINERS
 from autofit.recipe.secrets import without_secrets
@@ -103,9 +103,14 @@ class _Top(_Parser):
         return overview("usage: autofit COMMAND [options]", str(self.description), sentences)
 
 
-@functools.cache
 def parser() -> argparse.ArgumentParser:
-    """The parser of every command, made once a process; `options.command` is the command's name."""
+    """The parser of every command; `options.command` is the command's name."""
+    return _parser(columns())
+
+
+@functools.cache
+def _parser(_columns: int) -> argparse.ArgumentParser:
+    """The parser, made once for a width of the terminal, as its sentences are folded."""
     top = _Top(
         prog="autofit",
         description="Find the fastest training configuration that fits a VRAM budget, at the same effective batch.",

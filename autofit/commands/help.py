@@ -52,33 +52,34 @@ _NAME = 14  # columns of a command's name, with its margin
 
 def overview(usage: str, description: str, sentences: Mapping[str, str]) -> str:
     """The text of `autofit --help`; `sentences` has the one of each command."""
-    columns = _columns()
-    parts = [usage.strip(), "\n".join(textwrap.wrap(description, columns))]
+    wide = columns()
+    parts = [usage.strip(), "\n".join(textwrap.wrap(description, wide))]
     for title, commands in GROUPS.items():
         lines = [f"{title}:"]
         for name in commands:
             lines += textwrap.wrap(
-                sentences[name], columns, initial_indent=f"  {name:<{_NAME - 2}}", subsequent_indent=" " * _NAME
+                sentences[name], wide, initial_indent=f"  {name:<{_NAME - 2}}", subsequent_indent=" " * _NAME
             )
         examples = [EXAMPLES[name][0] for name in commands[:2]]
         parts.append("\n".join([*lines, *(f"    $ autofit {text}" for text in examples)]))
-    parts.append(exit_codes(columns))
-    parts.append("\n".join(textwrap.wrap("Options of a command, with examples: autofit COMMAND --help", columns)))
+    parts.append(exit_codes(wide))
+    parts.append("\n".join(textwrap.wrap("Options of a command, with examples: autofit COMMAND --help", wide)))
     return "\n\n".join(parts) + "\n"
 
 
 def folded(text: str, *, indent: int = 0) -> str:
     """A sentence in lines as long as the terminal has room for."""
-    return textwrap.fill(text, _columns() - indent)
+    return textwrap.fill(text, columns() - indent)
 
 
 def epilog(command: str) -> str:
     """The end of a command's own help: examples and exit codes."""
     examples = "\n".join(["examples:", *(f"  autofit {text}" for text in EXAMPLES[command])])
-    return f"{examples}\n\n{exit_codes(_columns())}"
+    return f"{examples}\n\n{exit_codes(columns())}"
 
 
-def _columns() -> int:
+def columns() -> int:
+    """Columns of the terminal that help has room for."""
     return min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - 1
 
 
