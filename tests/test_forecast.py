@@ -19,6 +19,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.fakegpu.formula.kernel_log import KernelKinds
 from autofit.fakegpu.formula.polynomials import Basis, Kind, Symbols, with_steps
+from autofit.fakegpu.scratch import Rounded
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.files import write_json
 from autofit.forecast import worker
@@ -284,6 +285,91 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
     assert told.live_bytes == pytest.approx([16e9 + 5e6 * s.micro * (512 + s.completion) for s in shapes])
 
 
+def composed_of(own: Structure, laws: Mapping[Structure, Law], **pairs: Any) -> Composer:
+    """A composer whose sketches are of these laws; `pairs` has {name: (with True, without)}."""
+    made = {s: Made(model=cast(MassModel, law), layers=1) for s, law in laws.items()}
+    return Composer(
+        own=own, pairs={(name, True): pair for name, pair in pairs.items()}, sketches=made, whole={own: made[own]},
+        completion=256, chunks=lambda _: 1, prompt_tokens=64,
+    )  # fmt: skip
+
+
+def test_a_setting_changes_the_further_micro_batches_that_the_recipe_has_not() -> None:
+    """Those of a recipe with one a step were told without the offloading that slows each of them."""
+
+    class Accumulates(Law):
+        def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
+            found = super().seconds(values, layers, decode_steps)
+            return found if self._more else {n: each for n, each in found.items() if n != "update+"}
+
+        def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
+            found = super().peaks(values, layers)
+            return found if self._more else {n: each for n, each in found.items() if n != "update+"}
+
+        def __init__(self, values: Mapping[str, Any]) -> None:
+            super().__init__({"dtype": values["dtype"]})
+            self._more = values["accumulates"]
+
+    each: list[Structure] = [(("accumulates", a), ("dtype", d)) for a in (False, True) for d in (False, True)]
+    own, slow, more, both = each
+    laws = {s: Accumulates(dict(s)) for s in each}
+    composer = composed_of(own, {s: laws[s] for s in (own, slow, more)}, accumulates=(more, own), dtype=(slow, own))
+    shapes = (Shape(2, 4, 1, 256, 0), Shape(1, 8, 1, 256, 0))
+    told, true = composer.told(both, shapes), Parts.of(cast(MassModel, laws[both]), 1, shapes)
+    assert told is not None
+    assert told.source is Source.COMPOSED
+    assert told.parts.step_s == pytest.approx(true.step_s, rel=1e-9)
+    assert told.parts.peaks.keys() == true.peaks.keys()
+
+
+def test_an_effect_is_taken_from_the_sketches_most_like_the_structure() -> None:
+    """Offloading's was that beside checkpoints, which leave it little to move, for a structure without any."""
+
+    class Offloads(Law):
+        def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
+            activations = (1e8 if self.on["ckpt"] else 1e9) * values["B"] * (0.1 if self.on["offload"] else 1.0)
+            return {"update": 4e9 + activations + (5e8 if self.on["more"] else 0.0)}
+
+        def __init__(self, values: Mapping[str, Any]) -> None:
+            super().__init__({})
+            self.on = values
+
+    def structure(*on: str) -> Structure:
+        return tuple((name, name in on) for name in ("ckpt", "offload", "more"))
+
+    own = structure("ckpt")
+    sketched = (own, structure("more"), structure(), structure("offload"), structure("ckpt", "offload"))
+    composer = composed_of(
+        own, {s: Offloads(dict(s)) for s in sketched}, offload=(structure("ckpt", "offload"), own),
+        more=(structure("more"), structure()),
+    )  # fmt: skip
+    shapes = (Shape(1, 8, 1, 256, 0), Shape(8, 1, 1, 256, 0))
+    told = composer.told(structure("offload", "more"), shapes)
+    assert told is not None
+    assert told.source is Source.COMPOSED
+    assert told.live_bytes == pytest.approx([4.5e9 + 1e8 * shape.micro for shape in shapes])
+
+
+def test_structures_whose_traces_are_the_same_are_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once wrote into one folder, and one of them ended without an answer."""
+    asked = lawful(monkeypatch)
+    worst_case = tmp_path / "worst_case.json"
+    worst_case.write_text("{}")
+    workshop = Workshop(
+        worst_case=worst_case, server=cast(Any, Here()), scratch=tmp_path / "scratch", kept=tmp_path / "kept"
+    )
+
+    def request(value: bool) -> dict[str, Any]:
+        keys = BatchKeys(micro_batch="b", accumulation="a").to_json()
+        return {"keys": keys, "values": {"dtype": value}, "device": "sim:l4"}
+
+    one, alike, other = ((("dtype", False),), (("optim", "x"),), (("dtype", True),))
+    whole, sketches = workshop.make({one: request(False)}, {alike: request(False), other: request(True)})
+    assert len(asked) == 2
+    assert whole[one] is sketches[alike]
+    assert sketches[other] is not sketches[alike]
+
+
 def test_what_two_settings_change_of_a_rollouts_engine_adds_up() -> None:
     """The engine of the last setting was taken whole: a sleeping one of many sequences held its cache in the update."""
     card = gpu_spec("a100-80gb")
@@ -336,6 +422,12 @@ def test_a_buffer_that_kernels_need_from_so_many_rows_on_is_in_a_law_of_fewer() 
     points = with_steps(np.array([[1.0], [3.0], [4.0]]), symbols.base, symbols.steps)
     basis = Basis.of([law])
     assert (basis.at(points) @ basis.rows([law])[0]).round() == pytest.approx([0, 0, 4090])
+
+
+def test_a_scratch_without_dimensions_has_its_bytes_for_any_shape() -> None:
+    """A rollout's engine keeps such ones."""
+    assert Rounded(512.0, (), ()).nbytes == 512
+    assert (Rounded(4.0, (9, 8), (1, 1), above=9).nbytes, Rounded(4.0, (10, 8), (1, 1), above=9).nbytes) == (0, 320)
 
 
 def test_every_micro_batch_of_a_step_is_on_the_card_and_between_steps_those_of_two() -> None:
