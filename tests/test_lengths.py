@@ -107,7 +107,8 @@ def test_files_of_lengths_are_numbers_a_line_or_a_column(tmp_path: Path) -> None
     for name, text, column in (
         ("a.txt", "5\n7\n\n9\n", ""), ("b.jsonl", '{"n": 5}\n{"n": 7}\n{"n": 9}\n', ""),
         ("c.csv", "id,n\n1,5\n2,7\n3,9\n", ":n"),
-        ("d.jsonl", '{"id": 1, "n": 5}\n{"id": 2, "n": 7}\n{"id": 3, "n": 9}\n', ":n"),
+        ("d.jsonl", '{"id": 1, "n": 5}\n{"id": 2, "n": 7}\n{"id": 3, "n": 9}\n', ":n"), ("e.json", "[5,\n 7, 9]\n", ""),
+        ("f.json", '[{"id": 1, "n": 5}, {"id": 2, "n": 7}, {"id": 3, "n": 9}]', ":n"),
     ):  # fmt: skip
         (tmp_path / name).write_text(text)
         assert read_lengths(f"{tmp_path / name}{column}").tokens == (5, 7, 9), name
@@ -118,7 +119,8 @@ def test_files_of_lengths_are_numbers_a_line_or_a_column(tmp_path: Path) -> None
     [
         (None, "300,900", "three whole numbers"), (None, "900,300,2048", "do not fall"), (None, "0,1,2", "from 1 to"),
         (None, "no-such-file", "no such file"), ("5\nmany\n", "f.txt", "line 2, .many., is neither"),
-        ("", "f.txt", "got none"),
+        ("", "f.txt", "got none"), ("[]", "f.json", "got none"), ("[5, 7", "f.json", "a JSON array and must be one"),
+        ("[" * 99_999, "f.json", "must be one"), ("[[5], 7]", "f.json", r"got \[5\]"), ("[5] 7", "f.json", "Extra"),
         ("id,n\n1,5\n", "f.csv", "FILE:COLUMN"), ("5\n-3\n", "f.txt", "got -3"), ("n\nmany\n", "f.csv", "got 'many'"),
     ],
 )  # fmt: skip

@@ -307,7 +307,7 @@ def _parser(_columns: int) -> argparse.ArgumentParser:
                              "60s; 0: none)")  # fmt: skip
     _shared(script, "--json")
     script.add_argument("-m", action="store_true", dest="as_module",
-                        help="SCRIPT is a module in the current folder, as python -m names it")  # fmt: skip
+                        help="SCRIPT is a module, here or installed, as python -m names it")  # fmt: skip
     script.add_argument("script", type=Path, metavar="SCRIPT",
                         help="a Python script or a notebook (.ipynb); it sees no network")  # fmt: skip
     more = script.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")

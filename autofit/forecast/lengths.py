@@ -84,7 +84,7 @@ def _spread(middle: int, high: int, most: int) -> tuple[int, ...]:
 
 
 def _read(path: Path, column: str | None) -> tuple[int, ...]:
-    """The lengths in a file: a whole number a line, or a column of CSV (with a header) or of JSON lines."""
+    """The lengths in a file: a whole number a line, or a column of CSV (with a header), JSON lines or a JSON array."""
     what = f"{option('lengths')} {printable(str(path), 80)}"
     if path.stat().st_size > _MOST_BYTES:
         raise ConfigError(f"{what} must have at most {_MOST_BYTES:,} bytes; take some of its lines")
@@ -95,9 +95,20 @@ def _read(path: Path, column: str | None) -> tuple[int, ...]:
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     if path.suffix == ".csv":
         rows: list[object] = list(csv.DictReader(lines.values()))
+    elif text.lstrip().startswith("["):
+        rows = _array(text, what)
     else:
         rows = [_parsed(line, number, what) for number, line in lines.items()]
     return _checked([_entry(row, column, what) for row in rows], what)
+
+
+def _array(text: str, what: str) -> list[object]:
+    try:
+        return list(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{what} begins as a JSON array and must be one to its end; {quoted(str(error)[:80])}"
+        ) from error
 
 
 def _parsed(line: str, number: int, what: str) -> object:
