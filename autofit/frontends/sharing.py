@@ -119,7 +119,7 @@ def casts_by_accelerate(launch: Mapping[str, object]) -> bool:
 
 
 def checkpoints_itself(launch: Mapping[str, object]) -> bool:
-    """Whether FSDP checkpoints the layers that it wraps, in place of the trainer."""
+    """True if FSDP checkpoints the layers that it wraps, in place of the trainer."""
     inner = launch.get("fsdp_config")
     return isinstance(inner, Mapping) and bool(inner.get("fsdp_activation_checkpointing"))
 
