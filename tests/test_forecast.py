@@ -26,7 +26,7 @@ from autofit.forecast import worker
 from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Parts, Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.predictions import LARGE, Shape, Sorted, Structure, without
+from autofit.forecast.predictions import LARGE, Setting, Shape, Sorted, Structure, without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
@@ -285,11 +285,11 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
     assert told.live_bytes == pytest.approx([16e9 + 5e6 * s.micro * (512 + s.completion) for s in shapes])
 
 
-def composed_of(own: Structure, laws: Mapping[Structure, Law], **pairs: Any) -> Composer:
-    """A composer whose sketches are of these laws; `pairs` has {name: (with True, without)}."""
+def composed_of(own: Structure, laws: Mapping[Structure, Law], pairs: Mapping[Setting, Any]) -> Composer:
+    """A composer whose sketches are of these laws; `pairs` has {setting: (a structure with it, one without)}."""
     made = {s: Made(model=cast(MassModel, law), layers=1) for s, law in laws.items()}
     return Composer(
-        own=own, pairs={(name, True): pair for name, pair in pairs.items()}, sketches=made, whole={own: made[own]},
+        own=own, pairs=pairs, sketches=made, whole={own: made[own]},
         completion=256, chunks=lambda _: 1, prompt_tokens=64,
     )  # fmt: skip
 
@@ -313,7 +313,8 @@ def test_a_setting_changes_the_further_micro_batches_that_the_recipe_has_not() -
     each: list[Structure] = [(("accumulates", a), ("dtype", d)) for a in (False, True) for d in (False, True)]
     own, slow, more, both = each
     laws = {s: Accumulates(dict(s)) for s in each}
-    composer = composed_of(own, {s: laws[s] for s in (own, slow, more)}, accumulates=(more, own), dtype=(slow, own))
+    pairs = {("accumulates", True): (more, own), ("dtype", True): (slow, own)}
+    composer = composed_of(own, {s: laws[s] for s in (own, slow, more)}, pairs)
     shapes = (Shape(2, 4, 1, 256, 0), Shape(1, 8, 1, 256, 0))
     told, true = composer.told(both, shapes), Parts.of(cast(MassModel, laws[both]), 1, shapes)
     assert told is not None
@@ -322,32 +323,34 @@ def test_a_setting_changes_the_further_micro_batches_that_the_recipe_has_not() -
     assert told.parts.peaks.keys() == true.peaks.keys()
 
 
-def test_an_effect_is_taken_from_the_sketches_most_like_the_structure() -> None:
-    """Offloading's was that beside checkpoints, which leave it little to move, for a structure without any."""
+@pytest.mark.parametrize("near", [("more", "other"), ("ckpt", "more", "other")])
+def test_an_effect_is_taken_from_the_sketches_most_like_the_structure(near: tuple[str, ...]) -> None:
+    """Offloading's was that beside checkpoints, which leave it little to move, for a structure without any.
+
+    Beside a sketch with checkpoints, both what leaving them out does and what offloading does was that without them.
+    """
 
     class Offloads(Law):
         def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
             activations = (1e8 if self.on["ckpt"] else 1e9) * values["B"] * (0.1 if self.on["offload"] else 1.0)
-            return {"update": 4e9 + activations + (5e8 if self.on["more"] else 0.0)}
+            return {"update": 4e9 + activations + 5e8 * (self.on["more"] + self.on["other"])}
 
         def __init__(self, values: Mapping[str, Any]) -> None:
             super().__init__({})
             self.on = values
 
     def structure(*on: str) -> Structure:
-        return tuple((name, name in on) for name in ("ckpt", "offload", "more"))
+        return tuple((name, name in on) for name in ("ckpt", "offload", "more", "other"))
 
     own = structure("ckpt")
-    sketched = (own, structure("more"), structure(), structure("offload"), structure("ckpt", "offload"))
-    composer = composed_of(
-        own, {s: Offloads(dict(s)) for s in sketched}, offload=(structure("ckpt", "offload"), own),
-        more=(structure("more"), structure()),
-    )  # fmt: skip
+    sketched = (own, structure(*near), structure(), structure("offload"), structure("ckpt", "offload"))
+    pairs = {("offload", True): (structure("ckpt", "offload"), own), ("ckpt", False): (structure(), own)}
+    composer = composed_of(own, {s: Offloads(dict(s)) for s in sketched}, pairs)
     shapes = (Shape(1, 8, 1, 256, 0), Shape(8, 1, 1, 256, 0))
-    told = composer.told(structure("offload", "more"), shapes)
+    told = composer.told(structure("offload", "more", "other"), shapes)
     assert told is not None
     assert told.source is Source.COMPOSED
-    assert told.live_bytes == pytest.approx([4.5e9 + 1e8 * shape.micro for shape in shapes])
+    assert told.live_bytes == pytest.approx([5e9 + 1e8 * shape.micro for shape in shapes])
 
 
 def test_structures_whose_traces_are_the_same_are_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

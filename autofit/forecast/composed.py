@@ -274,18 +274,24 @@ class Composer:
         return Parts(shapes=shapes, peaks=peaks, seconds=seconds).with_engine(engine, self.prompt_tokens)
 
     def _effects(self, structure: Structure, shapes: tuple[Shape, ...]) -> list[tuple[Sketched, Sketched]] | None:
-        """Sketches (before, after) whose changes together lead from the recipe's own structure to this one."""
+        """Sketches (before, after) whose changes together lead from the recipe's own structure to this one.
+
+        One setting changes after another, and each effect is taken beside those before it: two settings of which one
+        decides what the other does would both have what they do together.
+        """
         if structure in self.sketches and self.sketches[structure].model is None:
             return None
         if not self._traced:
             return None
         near = min(self._traced, key=lambda s: (len(differences(structure, s)), len(differences(s, self.own))))
         found = [(self._sketch(self.own, shapes), self._sketch(near, shapes))]
+        now = near
         for name, value, of_near in differences(structure, near):
             if of_near != dict(self.own)[name]:
-                found.append(self._pair((name, of_near), shapes, near=near))
+                found.append(self._pair((name, of_near), shapes, near=now))
+            now = tuple((n, value if n == name else v) for n, v in now)
             if value != dict(self.own)[name]:
-                found.append(self._pair((name, value), shapes, near=structure)[::-1])
+                found.append(self._pair((name, value), shapes, near=now)[::-1])
         known = [(before, after) for before, after in found if before is not None and after is not None]
         return known if len(known) == len(found) else None
 
