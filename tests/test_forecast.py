@@ -313,7 +313,7 @@ def test_a_setting_changes_the_further_micro_batches_that_the_recipe_has_not() -
     each: list[Structure] = [(("accumulates", a), ("dtype", d)) for a in (False, True) for d in (False, True)]
     own, slow, more, both = each
     laws = {s: Accumulates(dict(s)) for s in each}
-    pairs = {("accumulates", True): (more, own), ("dtype", True): (slow, own)}
+    pairs: dict[Setting, Any] = {("accumulates", True): (more, own), ("dtype", True): (slow, own)}
     composer = composed_of(own, {s: laws[s] for s in (own, slow, more)}, pairs)
     shapes = (Shape(2, 4, 1, 256, 0), Shape(1, 8, 1, 256, 0))
     told, true = composer.told(both, shapes), Parts.of(cast(MassModel, laws[both]), 1, shapes)
@@ -344,7 +344,10 @@ def test_an_effect_is_taken_from_the_sketches_most_like_the_structure(near: tupl
 
     own = structure("ckpt")
     sketched = (own, structure(*near), structure(), structure("offload"), structure("ckpt", "offload"))
-    pairs = {("offload", True): (structure("ckpt", "offload"), own), ("ckpt", False): (structure(), own)}
+    pairs: dict[Setting, Any] = {
+        ("offload", True): (structure("ckpt", "offload"), own),
+        ("ckpt", False): (structure(), own),
+    }
     composer = composed_of(own, {s: Offloads(dict(s)) for s in sketched}, pairs)
     shapes = (Shape(1, 8, 1, 256, 0), Shape(8, 1, 1, 256, 0))
     told = composer.told(structure("offload", "more", "other"), shapes)
