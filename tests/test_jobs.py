@@ -89,7 +89,8 @@ def test_what_slurm_runs_and_lets_wait_is_listed_with_one_squeue(slurm: Cluster,
 
     def running() -> Job | None:
         found = {job.id: job for job in jobs(tmp_path)}
-        return found.get(first) if {job.state for job in found.values()} == {"running", "pending"} else None
+        states = {which: found[which].state for which in found}
+        return found[first] if states == {first: "running", waits: "pending", other: "running"} else None
 
     job = _when(running)
     assert (job.what, job.study, job.where) == ("trial-0002-1", "study", "slurm")
