@@ -26,7 +26,7 @@ from autofit.forecast import worker
 from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
 from autofit.forecast.evaluation import Parts, Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
-from autofit.forecast.predictions import LARGE, Setting, Shape, Sorted, Structure, without
+from autofit.forecast.predictions import LARGE, PADDED, Setting, Shape, Sorted, Structure, without
 from autofit.recipe.keys import BatchKeys
 from autofit.recipe.recipe import Recipe
 from autofit.space.space import Knob, Space
@@ -354,6 +354,64 @@ def test_an_effect_is_taken_from_the_sketches_most_like_the_structure(near: tupl
     assert told is not None
     assert told.source is Source.COMPOSED
     assert told.live_bytes == pytest.approx([5e9 + 1e8 * shape.micro for shape in shapes])
+
+
+def test_two_settings_of_which_one_decides_what_the_other_does_count_as_one_where_the_nearest_is_sought() -> None:
+    """A pair without checkpoints was nearer than one with, though offloading leaves as little as those do."""
+
+    class Offloads(Law):
+        def peaks(self, values: Mapping[str, Floats], layers: int) -> dict[str, Floats]:
+            kept = 1e9 if self.on["whole"] and not self.on["offload"] else 1e8
+            return {"update": 4e9 + kept * (0.5 if self.on["short"] else 1.0) * values["B"]}
+
+        def __init__(self, values: Mapping[str, Any]) -> None:
+            super().__init__({})
+            self.on = values
+
+    def structure(*on: str) -> Structure:
+        return tuple((name, name in on) for name in ("whole", "offload", "short"))
+
+    own, short = structure(), structure("short")
+    sketched = (own, short, structure("whole"), structure("whole", "offload"), structure("whole", "short"))
+    pairs: dict[Setting, Any] = {("short", True): (short, own), ("whole", True): (structure("whole"), own)}
+    composer = composed_of(own, {s: Offloads(dict(s)) for s in sketched}, pairs)
+    composer = replace(composer, joint=[frozenset(("whole", "offload"))])
+    told = composer.told(structure("whole", "offload", "short"), (Shape(4, 8, 1, 256, 0),))
+    assert told is not None
+    assert told.live_bytes == pytest.approx([4e9 + 0.5e8 * 4])
+
+
+@pytest.mark.parametrize("near", [(LARGE,), ("eager",), (LARGE, "whole"), ("eager", "whole")])
+def test_seconds_of_the_loss_are_added_however_long_the_layers_take(near: tuple[str, ...]) -> None:
+    """A tile of the loss more took six times as long beside an attention with which the layers do."""
+
+    class Tiles(Law):
+        def seconds(self, values: Mapping[str, Floats], layers: int, decode_steps: Floats) -> dict[str, Floats]:
+            of_layers = (6.0 if self.on["eager"] else 1.0) * (0.75 if self.on["whole"] else 1.0) * values["B"]
+            of_loss = (values["B"] if self.on[LARGE] else 1.0) + (0.5 if self.on[PADDED] else 0.0)
+            return {"update": of_layers + of_loss, "update+": of_layers + of_loss, "optimizer": np.full(1, 0.1)}
+
+        def __init__(self, values: Mapping[str, Any]) -> None:
+            super().__init__({})
+            self.on = values
+
+    def structure(*on: str) -> Structure:
+        return tuple((name, name in on) for name in ("eager", "whole", LARGE, PADDED))
+
+    own = structure(PADDED)
+    alone: dict[Setting, Structure] = {
+        ("eager", True): structure("eager", PADDED), ("whole", True): structure("whole", PADDED),
+        (LARGE, True): structure(LARGE, PADDED), (PADDED, False): structure(),
+    }  # fmt: skip
+    sketched = {own, *alone.values(), structure(*near, PADDED)}
+    laws = {s: Tiles(dict(s)) for s in sketched}
+    composer = composed_of(own, laws, {setting: (with_it, own) for setting, with_it in alone.items()})
+    shapes = (Shape(8, 4, 1, 256, 0),)
+    for asked, most in (("eager", LARGE), 1e-9), (("eager", "whole", LARGE), 0.04):
+        for wanted in (structure(*asked, PADDED), structure(*asked)):
+            told, true = composer.told(wanted, shapes), Parts.of(cast(MassModel, Tiles(dict(wanted))), 1, shapes)
+            assert told is not None
+            assert told.parts.step_s == pytest.approx(true.step_s, rel=most)
 
 
 def test_structures_whose_traces_are_the_same_are_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

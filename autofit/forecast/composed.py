@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -25,7 +25,7 @@ from autofit.errors import EnvironmentFault
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.files import read_json, write_json
 from autofit.forecast.evaluation import Engine, Evaluated, Parts, Sketched, passes, plain
-from autofit.forecast.predictions import LATER, Setting, Shape, Structure, differences, variables
+from autofit.forecast.predictions import LARGE, LATER, PADDED, Setting, Shape, Structure, differences, variables
 from autofit.hardware import calibration
 from autofit.hardware.hardware import host_memory_bytes, threads_of_each
 from autofit.plugin.protocol import UPDATE
@@ -40,6 +40,7 @@ SECONDS_SHARE = 0.05  # the same of the seconds of an update
 _DEADLINE_S = 300.0
 _MOST_PROCESSES = 3  # that trace one structure, of five to eight traces
 _PROCESS_BYTES = 2 << 30  # memory of the machine for each of them
+_OF_LOSS = (LARGE, PADDED)  # settings that change the loss, which is beside the layers
 _UNREAD = ("output_dir", "run_name", "logging_dir", "seed", "learning_rate", "max_steps", "num_train_epochs")
 
 Request = Mapping[str, object]
@@ -239,6 +240,7 @@ class Composer:
     completion: int  # of the sketches
     chunks: Callable[[Structure], int]  # micro-batches of a rollout of a structure's sketch
     prompt_tokens: int = 0  # of the longest prompt
+    joint: Collection[frozenset[str]] = ()  # pairs of settings of which one decides what the other does
 
     def told(self, structure: Structure, shapes: tuple[Shape, ...]) -> Told | None:
         """The prediction, unless a model or the effect of a setting is missing."""
@@ -259,6 +261,8 @@ class Composer:
         for before, after in sorted(effects, key=lambda pair: not _new(parts.seconds, *(s.seconds for s in pair))):
             _change_seconds(seconds, before.seconds, after.seconds, shapes)
             engine = _changed_engine(engine, before.engine, after.engine)
+        for before, after in self._losses(structure, shapes) if structure not in self.sketches else ():
+            _add_seconds(seconds, before.seconds, after.seconds, shapes)
         added = self._composed(changed_bytes(parts.peaks, effects), seconds, shapes, engine)
         live = added.live_bytes
         if structure in self.sketches:
@@ -277,21 +281,23 @@ class Composer:
         """Sketches (before, after) whose changes together lead from the recipe's own structure to this one.
 
         One setting changes after another, and each effect is taken beside those before it: two settings of which one
-        decides what the other does would both have what they do together.
+        decides what the other does would both have what they do together. The seconds of all have the recipe's own
+        loss, but those of a sketch of this structure itself.
         """
         if structure in self.sketches and self.sketches[structure].model is None:
             return None
         if not self._traced:
             return None
         near = min(self._traced, key=lambda s: (len(differences(structure, s)), len(differences(s, self.own))))
-        found = [(self._sketch(self.own, shapes), self._sketch(near, shapes))]
+        sketch = self._sketch if near == structure else self._with_own_loss
+        found = [(self._sketch(self.own, shapes), sketch(near, shapes))]
         now = near
         for name, value, of_near in differences(structure, near):
             if of_near != dict(self.own)[name]:
-                found.append(self._pair((name, of_near), shapes, near=now))
+                found.append(self._pair((name, of_near), shapes, near=now, sketch=sketch))
             now = tuple((n, value if n == name else v) for n, v in now)
             if value != dict(self.own)[name]:
-                found.append(self._pair((name, value), shapes, near=now)[::-1])
+                found.append(self._pair((name, value), shapes, near=now, sketch=sketch)[::-1])
         known = [(before, after) for before, after in found if before is not None and after is not None]
         return known if len(known) == len(found) else None
 
@@ -317,15 +323,37 @@ class Composer:
         return frozenset(setting for setting in self.pairs if _alike(*self._pair(setting, shapes)))
 
     def _pair(
-        self, setting: Setting, shapes: tuple[Shape, ...], *, near: Structure | None = None
-    ) -> tuple[Sketched | None, Sketched | None]:
-        """The sketches (with the setting, without it) at `shapes`; None for one that failed.
+        self, setting: Setting, shapes: tuple[Shape, ...], *, near: Structure | None = None,
+        sketch: Callable[[Structure | None, tuple[Shape, ...]], Sketched | None] | None = None,
+    ) -> tuple[Sketched | None, Sketched | None]:  # fmt: skip
+        """The sketches (with the setting, without it) at `shapes`, as `sketch` has them; None for one that failed.
 
         Of several such pairs, whose other settings are alike, the one like the structure `near`.
         """
         pair = self._nearest(setting, near) if near is not None else self.pairs.get(setting, (None, None))
-        with_it, without = (self._sketch(s, shapes) for s in pair)
+        with_it, without = ((sketch or self._sketch)(s, shapes) for s in pair)
         return with_it, without
+
+    def _losses(self, structure: Structure, shapes: tuple[Shape, ...]) -> list[tuple[Sketched, Sketched]]:
+        """Sketches (before, after) of the settings with which the loss of `structure` differs from the recipe's own."""
+        changed = [(name, value) for name, value, _ in differences(structure, self.own) if name in _OF_LOSS]
+        pairs = [self._pair(setting, shapes, near=structure) for setting in changed]
+        return [(before, after) for after, before in pairs if before is not None and after is not None]
+
+    def _with_own_loss(self, structure: Structure | None, shapes: tuple[Shape, ...]) -> Sketched | None:
+        """The sketch of `structure`, its seconds with the loss of the recipe's own structure.
+
+        A loss is beside the layers: what its tiles take is the same however long those take with other settings.
+        """
+        sketch = self._sketch(structure, shapes)
+        if structure is None or sketch is None:
+            return sketch
+        seconds = dict(sketch.seconds)
+        for before, after in self._losses(structure, shapes):
+            for segment in seconds.keys() & before.seconds.keys() & after.seconds.keys():
+                less = seconds[segment] - after.seconds[segment] + before.seconds[segment]
+                seconds[segment] = np.maximum(less, 0.0)
+        return replace(sketch, seconds=seconds)
 
     def _nearest(self, setting: Setting, near: Structure) -> tuple[Structure | None, Structure | None]:
         """The pair of traced structures with `setting` and without it, otherwise alike, that is most like `near`."""
@@ -335,8 +363,13 @@ class Composer:
         (name, value), own = setting, dict(self.own)
         lacking = {s: tuple((n, own[n] if n == name else v) for n, v in s) for s in self._traced}
         alike = (s for s, less in lacking.items() if dict(s)[name] == value and less in lacking)
-        found = min((with_it, *alike), key=lambda s: len(differences(near, s)))
+        found = min((with_it, *alike), key=lambda s: self._apart(near, s, but=name))
         return found, (without if found == with_it else lacking[found])
+
+    def _apart(self, one: Structure, other: Structure, *, but: str) -> int:
+        """Number of settings besides `but` that differ; two of which one decides what the other does count as one."""
+        names = {name for name, *_ in differences(one, other)} - {but}
+        return len(names) - any(pair <= names for pair in self.joint)
 
     @property
     def _traced(self) -> list[Structure]:
@@ -422,6 +455,15 @@ def _change_seconds(
             seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) * ratio
         elif new is not None:
             seconds[segment] = seconds.get(segment, np.zeros(len(shapes))) + passes(segment, shapes, after) * new
+
+
+def _add_seconds(
+    seconds: dict[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats], shapes: Sequence[Shape]
+) -> None:
+    """Add to each segment the difference of its sketches."""
+    for segment in seconds.keys() & before.keys() & after.keys():
+        added = passes(segment, shapes, after) * (after[segment] - before[segment])
+        seconds[segment] = np.maximum(seconds[segment] + added, 0.0)
 
 
 def _new(known: Mapping[str, Floats], before: Mapping[str, Floats], after: Mapping[str, Floats]) -> list[str]:

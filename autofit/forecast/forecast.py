@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -85,13 +84,14 @@ class Forecaster:
         requests = _Requests(found, device=self.device, worst_case=self.worst_case)
         own = found.own
         alone = pairs(own, list(found.places)) if len(found.places) > _FEW else {}
-        joint = _joint(space, own, found.places) if alone else []
-        sketched = dict.fromkeys([*(s for pair in alone.values() for s in (own, *pair)), *joint])
+        joint = _joint(space)
+        together = _together(joint, own, found.places) if alone else []
+        sketched = dict.fromkeys([*(s for pair in alone.values() for s in (own, *pair)), *together])
         whole = list(found.places) if not alone else [own]
         made = workshop.make({s: requests.whole(s) for s in whole}, {s: requests.sketch(s) for s in sketched})
         composer = Composer(
             own=own, pairs=alone, whole=made[0], sketches=made[1], completion=shape.completion,
-            chunks=requests.chunk, prompt_tokens=found.prompt_tokens,
+            chunks=requests.chunk, prompt_tokens=found.prompt_tokens, joint=joint,
         )  # fmt: skip
         room = math.inf if limit_bytes is None else limit_bytes - context
         forecast = _forecast(found, composer, context)
@@ -212,12 +212,16 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
     )  # fmt: skip
 
 
-def _joint(space: Space, own: Structure, structures: Iterable[Structure]) -> list[Structure]:
-    """The structures with two changes, one of which decides the effect of the other (`Traits.joint`)."""
-    joint = {(knob.name, other) for knob in space.knobs for other in knob.traits.joint}
-    joint |= {(SHARDING, PADDED), (SHARDING, ONE)}  # gathers hide kernels; whole gradients are kept or not
-    changes = {s: [name for name, *_ in differences(s, own)] for s in structures}
-    return [s for s, names in changes.items() if len(names) == 2 and joint & set(permutations(names))]
+def _joint(space: Space) -> frozenset[frozenset[str]]:
+    """Pairs of settings of which one decides the effect of the other (`Traits.joint`)."""
+    joint = {frozenset((knob.name, other)) for knob in space.knobs for other in knob.traits.joint}
+    gathers = {frozenset((SHARDING, PADDED)), frozenset((SHARDING, ONE))}  # hide kernels; keep whole gradients or not
+    return frozenset(joint | gathers)
+
+
+def _together(joint: Collection[frozenset[str]], own: Structure, structures: Iterable[Structure]) -> list[Structure]:
+    """The structures that change such a pair of settings and nothing else."""
+    return [s for s in structures if frozenset(name for name, *_ in differences(s, own)) in joint]
 
 
 def _problem(composer: Composer, structure: Structure, told: Told | None) -> str:
