@@ -52,6 +52,22 @@ GEMMS = {
 }  # fmt: skip
 
 
+FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # place of the first factor in the arguments
+
+
+def product_name(name: str, args: Sequence[object]) -> str:
+    """The operation's name; of a product that adds up rows, with a word for that.
+
+    The gradient of a weight of 2,048 rows over 2,048 tokens has the shapes of the gradient of its input, and only one
+    of the two grows with the tokens.
+    """
+    place = FACTORS.get(name)
+    if place is None:
+        return name
+    first = cast("torch.Tensor", args[place])
+    return f"{name} over rows" if first.shape[-1] > 1 and first.stride()[-1] != 1 else name
+
+
 # Operations with outputs that only dropout has, and the number of those that they always have: attention.cu leaves the
 # random numbers' seed and offset undefined without.
 WITHOUT_DROPOUT = {aten._scaled_dot_product_efficient_attention.default: 2}

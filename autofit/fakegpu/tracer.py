@@ -16,12 +16,14 @@ from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.depth.layers import LayerRecorder
 from autofit.fakegpu.fusion import Fusion
 from autofit.fakegpu.kernels import (
+    FACTORS,
     GEMMS,
     MADE_LAST_FIRST,
     NAMESPACES,
     WITHOUT_DROPOUT,
     collective,
     moved_by,
+    product_name,
     rounded_outputs,
     tensors,
 )
@@ -33,7 +35,6 @@ from autofit.fakegpu.scratch import COPYING, nonzero_before, nonzero_beside, scr
 aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
 _COMPARISONS = (aten.equal.default, aten.allclose.default)
-_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # place of the first factor in the arguments
 Handler = Callable[[Sequence[object], Mapping[str, object]], object]
 
 
@@ -110,7 +111,7 @@ class Tracer(TorchDispatchMode):
         copies: Sequence[int] = ()
         if whole_name in COPYING and _device_of(args, None) == "cuda":
             copies = self.memory.hold(COPYING[whole_name](self.memory.spec, *args, **kwargs), name)
-        self._track(_in_order(func, args, out), name)
+        self._track(_in_order(func, args, out), product_name(name, args))
         if self.host is not None:
             self.host.follow(out)
         if self.layers is not None and not self.layers.code():
@@ -324,7 +325,7 @@ class Tracer(TorchDispatchMode):
 
 def _check_dtypes(name: str, args: Sequence[object]) -> None:
     """Raises the RuntimeError of CUDA's products for factors of two dtypes, which fakes multiply."""
-    first = _FACTORS.get(name)
+    first = FACTORS.get(name)
     if first is None:
         return
     one, other = (cast("torch.Tensor", arg).dtype for arg in args[first : first + 2])

@@ -25,7 +25,7 @@ from autofit.errors import EnvironmentFault
 from autofit.fakegpu.formula.formula import Floats, MassModel
 from autofit.files import read_json, write_json
 from autofit.forecast.evaluation import Engine, Evaluated, Parts, Sketched, passes, plain
-from autofit.forecast.predictions import LARGE, LATER, PADDED, Setting, Shape, Structure, differences, variables
+from autofit.forecast.predictions import LARGE, LATER, Setting, Shape, Structure, differences, variables
 from autofit.hardware import calibration
 from autofit.hardware.hardware import host_memory_bytes, threads_of_each
 from autofit.plugin.protocol import UPDATE
@@ -40,7 +40,7 @@ SECONDS_SHARE = 0.05  # the same of the seconds of an update
 _DEADLINE_S = 300.0
 _MOST_PROCESSES = 3  # that trace one structure, of five to eight traces
 _PROCESS_BYTES = 2 << 30  # memory of the machine for each of them
-_OF_LOSS = (LARGE, PADDED)  # settings that change the loss, which is beside the layers
+_OF_LOSS = (LARGE,)  # settings that change the loss alone, which is beside the layers
 _UNREAD = ("output_dir", "run_name", "logging_dir", "seed", "learning_rate", "max_steps", "num_train_epochs")
 
 Request = Mapping[str, object]
@@ -335,10 +335,15 @@ class Composer:
         return with_it, without
 
     def _losses(self, structure: Structure, shapes: tuple[Shape, ...]) -> list[tuple[Sketched, Sketched]]:
-        """Sketches (before, after) of the settings with which the loss of `structure` differs from the recipe's own."""
+        """Sketches (before, after) of the settings with which the loss of `structure` differs from the recipe's own.
+
+        None of a setting that is sketched beside another change alone.
+        """
         changed = [(name, value) for name, value, _ in differences(structure, self.own) if name in _OF_LOSS]
-        pairs = [self._pair(setting, shapes, near=structure) for setting in changed]
-        return [(before, after) for after, before in pairs if before is not None and after is not None]
+        pairs = [self._nearest(setting, structure) for setting in changed]
+        alone = [(one, other) for one, other in pairs if one and other and len(differences(one, other)) == 1]
+        found = [(self._sketch(without, shapes), self._sketch(with_it, shapes)) for with_it, without in alone]
+        return [(before, after) for before, after in found if before is not None and after is not None]
 
     def _with_own_loss(self, structure: Structure | None, shapes: tuple[Shape, ...]) -> Sketched | None:
         """The sketch of `structure`, its seconds with the loss of the recipe's own structure.
@@ -363,13 +368,14 @@ class Composer:
         (name, value), own = setting, dict(self.own)
         lacking = {s: tuple((n, own[n] if n == name else v) for n, v in s) for s in self._traced}
         alike = (s for s, less in lacking.items() if dict(s)[name] == value and less in lacking)
-        found = min((with_it, *alike), key=lambda s: self._apart(near, s, but=name))
+        found = min((with_it, *alike), key=lambda s: self._apart(near, s, effect=name))
         return found, (without if found == with_it else lacking[found])
 
-    def _apart(self, one: Structure, other: Structure, *, but: str) -> int:
-        """Number of settings besides `but` that differ; two of which one decides what the other does count as one."""
-        names = {name for name, *_ in differences(one, other)} - {but}
-        return len(names) - any(pair <= names for pair in self.joint)
+    def _apart(self, one: Structure, other: Structure, *, effect: str) -> tuple[int, int]:
+        """Numbers of settings besides `effect` that differ: of those that decide what it does, and of the others."""
+        names = {name for name, *_ in differences(one, other)} - {effect}
+        decide = {name for name in names if frozenset((name, effect)) in self.joint}
+        return len(decide), len(names - decide)
 
     @property
     def _traced(self) -> list[Structure]:

@@ -46,6 +46,7 @@ LONGER = 4  # models are valid for completions up to this multiple of the space'
 _FEW = 2  # structures that are all traced in full: composing them would take as long
 _MOST_SKETCHED = 12  # further structures that are sketched because one of their candidates may be the best
 _BEGINS_WITHIN_S = 120.0  # a structure that is not being traced by then has no prediction: its candidates are probed
+_JOINT = {"padding": PADDED}  # words of `Traits.joint` that are no knobs
 _RESERVED = 1.06  # reserved bytes over live bytes, at most as a rule: a candidate with less room may not fit after all
 
 
@@ -214,14 +215,27 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
 
 def _joint(space: Space) -> frozenset[frozenset[str]]:
     """Pairs of settings of which one decides the effect of the other (`Traits.joint`)."""
-    joint = {frozenset((knob.name, other)) for knob in space.knobs for other in knob.traits.joint}
+    joint = {frozenset((knob.name, _JOINT.get(name, name))) for knob in space.knobs for name in knob.traits.joint}
     gathers = {frozenset((SHARDING, PADDED)), frozenset((SHARDING, ONE))}  # hide kernels; keep whole gradients or not
     return frozenset(joint | gathers)
 
 
 def _together(joint: Collection[frozenset[str]], own: Structure, structures: Iterable[Structure]) -> list[Structure]:
-    """The structures that change such a pair of settings and nothing else."""
-    return [s for s in structures if frozenset(name for name, *_ in differences(s, own)) in joint]
+    """The structures that change such a pair of settings and nothing else.
+
+    Micro-batches of several samples have padding and may be above a tile too. One alone has neither: where it is the
+    recipe's own the settings are sketched without, otherwise few candidates have it.
+    """
+    alone = not dict(own)[PADDED]
+    found: dict[frozenset[Setting], Structure] = {}
+    for structure in sorted(structures, key=lambda s: len(differences(s, own))):
+        settings = {(name, value) for name, value, _ in differences(structure, own)}
+        names = frozenset(name for name, _ in settings)
+        if alone and PADDED in names:
+            settings, names = {setting for setting in settings if setting[0] != LARGE}, names - {LARGE}
+        if names in joint and (alone or PADDED not in names or SHARDING in names):
+            found.setdefault(frozenset(settings), structure)
+    return list(found.values())
 
 
 def _problem(composer: Composer, structure: Structure, told: Told | None) -> str:
@@ -279,15 +293,19 @@ class _Requests:
         return recipe.generates and recipe.reuses_rollouts
 
     def whole(self, structure: Structure) -> Request:
-        """A model of all variables, tested with all layers at one of the structure's shapes."""
+        """A model of all variables, tested with all layers at one of the structure's shapes.
+
+        It holds at the shapes of every structure: those without a model of their own are composed from it.
+        """
         shapes = [self.found.shapes[p] for p in self.found.places.get(structure, ())] or self.found.shapes
         held = min(self._evaluated_alike(shapes), key=_trace_size)
         hold_out = {
             "B": held.micro, "accumulation": min(held.accumulation, 2 * held.chunk), "chunk": held.chunk,
             "r": held.rank, "C": held.completion,
         }  # fmt: skip
-        sizes = {"B": _span(s.micro for s in shapes), "G": _span(s.generated for s in shapes)}
-        return {**self._common(structure), "hold_out": hold_out, "ranges": sizes | self._lengths_and_ranks(shapes)}
+        every = self.found.shapes
+        sizes = {"B": _span(s.micro for s in every), "G": _span(s.generated for s in every)}
+        return {**self._common(structure), "hold_out": hold_out, "ranges": sizes | self._lengths_and_ranks(every)}
 
     def _evaluated_alike(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         """The subset of `shapes` with the recipe's own completions, if it evaluates: its evaluation is traced there."""

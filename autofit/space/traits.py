@@ -54,7 +54,7 @@ class Traits:
     offloads: bool = False  # whether it moves something into the memory of the host
     loads: bool = False  # it changes the bytes held once the models are loaded, before any batch
     beside: Mapping[str, object] | None = None  # settings of other knobs that it is tried with where it needs them
-    joint: tuple[str, ...] = ()  # knobs whose effect it changes: both changes together have a trace of their own
+    joint: tuple[str, ...] = ()  # knobs whose effect it changes, or `padding`: both changes have a trace together
     place: int = _LAST  # in the order in which a practitioner tries settings that need less memory
     speed: Speed | None = None  # when it is tried for its speed; None: after the others, `none`: never
     shortens: tuple[str, ...] | None = None  # the only phases of a step that it may make shorter; None: any

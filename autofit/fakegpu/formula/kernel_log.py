@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from autofit.fakegpu.formula.polynomials import (
     Symbols,
     phase_of,
 )
-from autofit.fakegpu.kernels import Times
+from autofit.fakegpu.kernels import Times, product_name
 from autofit.fakegpu.rates.kernels import Work
 from autofit.fakegpu.specs import HostCosts, Launch
 
@@ -44,9 +45,13 @@ class Info(NamedTuple):
         return self.work.name, self.work.rate, self.work.item_bytes, self.work.causal
 
     def flop_seconds(self, kind: Kind, symbols: Symbols, share: float) -> Polynomial:
-        """Seconds of a kernel outside the tables: FLOPs grow with the elements of its last tensor, its output."""
-        dims = symbols.factors.get(kind)
-        factors: list[Factor] = [f for d in dims[-1] for f in d] if dims and self.work.flops else []
+        """Seconds of a kernel outside the tables: FLOPs grow with the elements of its largest tensor.
+
+        Of several alike the last, the output; but a convolution's backward has a weight's gradient there.
+        """
+        dims, sizes = symbols.factors.get(kind), [prod(shape) for shape in kind.shapes]
+        largest = max(range(len(sizes)), key=lambda which: (sizes[which], which), default=-1)
+        factors: list[Factor] = [f for d in dims[largest] for f in d] if dims and self.work.flops else []
         return symbols.product(self.work.flops / (self.work.rate * share), factors)
 
     def move_seconds(self, kind: Kind, symbols: Symbols, bytes_per_s: float) -> Polynomial:
@@ -256,7 +261,7 @@ class KernelLog:
         sizes: list[int] = []
         _add(args, shapes, sizes)
         _add(out, shapes, sizes)
-        name = func._schema.name[6:]
+        name = product_name(func._schema.name[6:], args)
         segment = ("decode" if self._decoding else self.phase) + self._beside(work)
         kind = Kind((segment, name, tuple(sizes), work.causal), tuple(shapes))
         counts = self._steps[-1] if self._decoding else self._counts
