@@ -245,10 +245,10 @@ def test_the_gradient_of_a_flat_parameter_lies_in_the_pool_of_the_stream_that_ga
         streams = {
             op: {gpu.memory.log.streams.get(i, 0) for i, made in enumerate(gpu.memory.allocations)
                  if i >= before and made.op == op and made.nbytes == 4 * MIB}
-            for op in ("resize_", "cat", "mm")
+            for op in ("resize_", "cat", "mm over rows")
         }  # fmt: skip
     assert streams["cat"] == streams["resize_"] != {0}
-    assert streams["mm"] == {0}
+    assert streams["mm over rows"] == {0}
 
 
 def test_tensors_of_a_model_with_few_layers_stand_for_all_but_those_of_one_layer_for_themselves() -> None:
