@@ -186,6 +186,7 @@ def test_from_one_sample_which_has_no_padding_a_model_holds_for_several_and_what
     (whole,) = (request for request in asked if not request.get("sketch"))
     assert not whole["padded"]
     assert whole["ranges"]["B"] == (1, max(shape.micro for shape in found.shapes))
+    assert whole["micro"] == 1
     asked_together = [r for r in asked if r["padded"] and r["values"].get("optim") and not r["values"].get("dtype")]
     assert asked_together[0]["sketch"]
 

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations.liger import apply_liger_kernel
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.linear_loss import CUT, LIGER, fuse
+from autofit.fakegpu.linear_loss import CUT, LIGER, fuse, in_proportion
 
 WORDS, TOKENS = 5000, 96  # more than two blocks of words
 
@@ -79,3 +79,24 @@ def test_on_a_card_a_token_more_needs_no_logits_of_all_words() -> None:
         grown = peak_bytes(prepare, 8192) - peak_bytes(prepare, 4096)
         assert grown < 4096 * WORDS * 4
     assert peak_bytes(lambda made: None, 8192) - peak_bytes(lambda made: None, 4096) > 2 * 4096 * WORDS * 4
+
+
+def most_held(samples: int, own: int) -> int:
+    """Peak bytes of the loss and its backward, of `samples` of 1,024 tokens; in proportion to `own` of them."""
+    with in_proportion(own * 1024), fake_gpu("a100-80gb"):
+        hidden = torch.zeros(samples * 1024, 2048, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        weight = torch.zeros(128_256, 2048, dtype=torch.bfloat16, device="cuda")
+        before = torch.cuda.memory_allocated()
+        labels = torch.zeros(samples * 1024, dtype=torch.long, device="cuda")
+        LIGER(hidden, weight, labels, torch.ones((), device="cuda")).backward()
+        return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_in_proportion_ligers_loss_grows_by_as_much_for_each_sample_and_is_right_at_powers_of_two_of_them(
+    own: int,
+) -> None:
+    """Of two and three samples it takes as many tokens at once; 16 were told to hold as few, in all 6 % too few."""
+    two, three, many = (most_held(samples, own) for samples in (2, 3, 16 * own))
+    assert many == pytest.approx(most_held(16 * own, 0), rel=1e-3)
+    assert two + (16 * own - 2) * (three - two) == pytest.approx(many, rel=0.03)  # whole tokens

@@ -11,8 +11,10 @@ cross-entropy. Each holds the same bytes as its own kernels:
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -21,13 +23,36 @@ _IGNORED = -100
 _WORDS = 2048  # of a block of Cut Cross-Entropy: enough for a matmul at full speed, few beside any vocabulary
 
 
+_PROPORTIONAL_TO: ContextVar[int] = ContextVar("_PROPORTIONAL_TO", default=0)
+
+
+@contextlib.contextmanager
+def in_proportion(tokens: int) -> Iterator[None]:
+    """Context in which Liger's loss takes tokens in proportion to those it takes of `tokens`; 0: as it does.
+
+    It takes a power of 2 of them, which no formula of few samples follows to many: this one is right at `tokens`, and
+    at each power of 2 times as many.
+    """
+    token = _PROPORTIONAL_TO.set(tokens)
+    try:
+        yield
+    finally:
+        _PROPORTIONAL_TO.reset(token)
+
+
+def _step(tokens: int, words: int, width: int) -> int:
+    """Number of tokens at a time."""
+    at = _PROPORTIONAL_TO.get() or tokens
+    step = 1 << max(0, -(-at // -(-words // width)) - 1).bit_length()  # the next power of 2
+    return max(1, round(step * tokens / at))
+
+
 class _Liger(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, count: Any) -> torch.Tensor:
         tokens, width = hidden.shape
         words = weight.shape[0]
-        step = -(-tokens // -(-words // width))
-        step = 1 << max(0, step - 1).bit_length()  # the next power of 2
+        step = _step(tokens, words, width)
         grad = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
         losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)

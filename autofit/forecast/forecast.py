@@ -323,12 +323,14 @@ class _Requests:
 
     def _common(self, structure: Structure) -> Request:
         space, recipe, settings = self.found.space, self.found.space.recipe, dict(structure)
+        micro = shape_of(space, space.baseline).micro
         return {
             "trainer": recipe.trainer, "keys": recipe.keys.to_json(), "tile_tokens": recipe.tile_tokens,
             "architecture": recipe.architecture_hash, "device": self.device, "worst_case": str(self.worst_case),
             "values": merge(recipe.values, space.yaml_changes(self.found.representative(structure))),
             "large": settings[LARGE], "padded": settings[PADDED], "one": settings[ONE], "reused": self._reused,
             "varies_rank": recipe.uses_lora, "evaluated_group": recipe.evaluated_group,
+            "micro": micro // (micro & -micro),
         }  # fmt: skip
 
     def _lengths_and_ranks(self, shapes: Sequence[Shape]) -> dict[str, tuple[float, float]]:

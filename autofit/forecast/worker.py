@@ -33,6 +33,7 @@ from autofit.fakegpu.depth.stack import (
 )
 from autofit.fakegpu.formula.formula import MassModel, Trace, Variation
 from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
+from autofit.fakegpu.linear_loss import in_proportion
 from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
@@ -110,6 +111,7 @@ class Recording:
     worst_case: WorstCase
     tile_tokens: int | None  # tokens of a micro-batch that the loss processes at once
     evaluated_group: int = 1  # completions of one prompt in an evaluation
+    own_tokens: int = 0  # of the recipe's own micro-batch, less their powers of 2; 0 where rollouts decide
     sizes: Set[int] = frozenset()  # of the model's weights
     operations: Known = field(default_factory=dict)  # outputs of operations, which the traces share
     costs: KnownCosts = field(default_factory=dict)  # of operations
@@ -159,7 +161,8 @@ class Recording:
         card = fake_gpu(
             spec, host_costs=host_costs(self.device)[0], enforce_capacity=False, follow_layers=follow_layers
         )
-        with simulated_rank(Launch.of(self.values), device=self.device), card as gpu, few:
+        alike = in_proportion(0 if follow_layers else self.own_tokens)
+        with simulated_rank(Launch.of(self.values), device=self.device), alike, card as gpu, few:
             gpu.only_last_decode_steps = gpu.plays_micro_batches = True
             gpu.memory.keeps_empty = not follow_layers
             if gpu.tracer.shortcut is not None:
@@ -346,6 +349,7 @@ class Structure:
     padded: bool = False  # whether the worst micro-batches have padding
     one: bool = False  # whether a step has one micro-batch, in which several ranks add up its gradients
     reused: bool  # True: a rollout serves several optimizer steps
+    micro: int = 1  # samples of the recipe's own micro-batch, less their powers of 2
     varies_rank: bool
     evaluated_group: int = 1  # completions of one prompt in an evaluation
     ranges: Mapping[str, tuple[float, float]]
@@ -359,6 +363,7 @@ class Structure:
             trainer=load(self.trainer), layers=self._config.num_hidden_layers, keys=self.keys, values=self.values,
             device=self.device, worst_case=WorstCase(path=Path(self.worst_case), padded=self.padded),
             tile_tokens=self.tile_tokens, evaluated_group=self.evaluated_group, sizes=self._taken,
+            own_tokens=0 if self._generates else self.micro * self._sample_tokens,
         )  # fmt: skip
 
     @cached_property
