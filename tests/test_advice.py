@@ -355,6 +355,13 @@ def test_a_change_that_offloads_says_that_its_seconds_are_a_lower_bound(given: d
     assert change.step_words == words
 
 
+def test_a_change_that_could_not_be_tried_says_why() -> None:
+    """A search told it without: the reason was in an estimate's advice alone."""
+    result = ProbeResult(status=ProbeStatus.FAILED, device="sim:a100-80gb", reason="optim: no shards (during load; log)")
+    change = Change.of(result, changes={}, given={}, tier="neutral", settings=1, capacity_bytes=1 << 36)
+    assert change.outcome == "could not be tried: optim: no shards"
+
+
 def test_a_change_whose_cache_fills_the_card_is_shown_with_what_it_needs_as_the_verdict_of_it_is() -> None:
     capacity = CONTEXT + 80 * GB
     result = ProbeResult(status=ProbeStatus.FIT, device="sim:a100-80gb", device_used_bytes=capacity - GB // 100,

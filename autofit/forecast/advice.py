@@ -468,8 +468,7 @@ def advice_lines(advice: Advice, recipe: Recipe, result: ProbeResult, capacity_b
             lines.append(f"  {change_line(change, recipe, result.median_step_s)}")
     for change in advice.untried:
         what = describe_changes(change.changes, recipe.resolved, own_names(recipe.foreign))
-        reason = " ".join(change.failure.partition(" (during ")[0].split())  # without the place of a log
-        lines.append(f"could not be tried: {what}: {reason}")
+        lines.append(f"could not be tried: {what}: {change.why}")
     if advice.card is not None:
         lines.append(card_line(advice.card, smaller=advice.card.capacity_bytes < capacity_bytes))
     return [*lines, *(f"{words}." for words in ending_words(advice))]

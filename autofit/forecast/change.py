@@ -82,10 +82,15 @@ class Change:
         return f", {over}{format_seconds(self.step_s)} a step"
 
     @property
+    def why(self) -> str:
+        """Reason why it could not be tried in one line, without the place of a log; "" where it could."""
+        return " ".join(self.failure.partition(" (during ")[0].split())
+
+    @property
     def outcome(self) -> str:
         """`fits: 18.20 GB, 3.15 s a step`; what came of trying it."""
         if self.failure:
-            return "could not be tried"
+            return f"could not be tried: {self.why}"
         if not self.fits:
             least = self.least_capacity_bytes
             return "does not fit" if least is None else f"does not fit: it needs {format_bytes(least)}"
