@@ -251,7 +251,7 @@ _claimed: dict[Path, IO[str]] = {}  # folders that are this process' own, with t
 _swept: set[str] = set()  # folders for temporary files in which this process has looked
 
 
-class Scratch:
+class ScratchFolder:
     """A temporary folder `path`, deleted by `close` or at the end of the context."""
 
     def __init__(self, name: str = "") -> None:

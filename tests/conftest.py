@@ -24,7 +24,7 @@ from null_gpu.build import NullGpu, build
 from null_gpu.build import missing as no_null_gpu
 from slurm_cluster import Cluster, cluster, missing
 
-from autofit.cluster.slurm import Queue
+from autofit.cluster.slurm import SlurmQueue
 from autofit.plugin.lean import lean_imports
 from autofit.probing import kept_server
 from autofit.probing.fork_server import ForkServer
@@ -292,6 +292,6 @@ def _slurm() -> Iterator[Cluster]:
 def slurm(_slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A real Slurm of three nodes of this machine, idle, which this test's processes use."""
     monkeypatch.setenv("SLURM_CONF", str(_slurm.conf))
-    monkeypatch.setattr("autofit.cluster.slurm._queue", Queue(every_s=0.3))
+    monkeypatch.setattr("autofit.cluster.slurm._queue", SlurmQueue(every_s=0.3))
     yield _slurm
     _slurm.clear()

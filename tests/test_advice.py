@@ -357,7 +357,9 @@ def test_a_change_that_offloads_says_that_its_seconds_are_a_lower_bound(given: d
 
 def test_a_change_that_could_not_be_tried_says_why() -> None:
     """A search told it without: the reason was in an estimate's advice alone."""
-    result = ProbeResult(status=ProbeStatus.FAILED, device="sim:a100-80gb", reason="optim: no shards (during load; log)")
+    result = ProbeResult(
+        status=ProbeStatus.FAILED, device="sim:a100-80gb", reason="optim: no shards (during load; log)"
+    )
     change = Change.of(result, changes={}, given={}, tier="neutral", settings=1, capacity_bytes=1 << 36)
     assert change.outcome == "could not be tried: optim: no shards"
 

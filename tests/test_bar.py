@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from autofit.api.events import Progress
-from autofit.commands.common import SCREEN, Bar, Step, keep_pace, paces, say
+from autofit.commands.common import SCREEN, Bar, ProgressStep, keep_pace, paces, say
 
 WORDS = "simulating the recipe"
 DRIVER = """
@@ -55,7 +55,7 @@ def frames(text: str) -> list[str]:
 
 def test_a_step_says_how_long_it_takes_yet_by_the_last_time_or_by_its_limit() -> None:
     def line(**known: float) -> str:
-        return Step(words=WORDS, began_s=10.0, **known).line(13.0, width=80)
+        return ProgressStep(words=WORDS, began_s=10.0, **known).line(13.0, width=80)
 
     assert line(last_s=12.0) == "[#####...............] simulating the recipe, 3 s, about 9 s left"
     assert line(most_s=20.0) == "[###.................] simulating the recipe, 3 s, at most 17 s left"
@@ -65,7 +65,7 @@ def test_a_step_says_how_long_it_takes_yet_by_the_last_time_or_by_its_limit() ->
 
 @pytest.mark.parametrize("width", [30, 60, 80, 100, 200])
 def test_a_line_is_no_wider_than_the_terminal_and_drops_the_bar_first(width: int) -> None:
-    shown = Step(words=WORDS, began_s=0.0).line(3.0, width=width)
+    shown = ProgressStep(words=WORDS, began_s=0.0).line(3.0, width=width)
     assert len(shown) <= width
     assert shown.endswith(f"{WORDS}, 3 s")
 

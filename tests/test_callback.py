@@ -10,7 +10,7 @@ import pytest
 import autofit
 from autofit.errors import ConfigError
 from autofit.watching.contract import Promise, contract_of, verdict_of
-from autofit.watching.events import Kind, events_of, read_progress
+from autofit.watching.events import EventKind, events_of, read_progress
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -53,7 +53,7 @@ def test_a_script_that_keeps_its_promise_is_told_so(tiny_model: Path, tmp_path: 
     assert said[-1] == f"autofit, step 8: {callback.verdict}"
     folder = tmp_path / "kept"
     assert [line["step"] for line in read_progress(folder)] == list(range(1, 9))
-    assert {e.kind for e in events_of(folder)} >= {Kind.PROMISE, Kind.VERDICT}
+    assert {e.kind for e in events_of(folder)} >= {EventKind.PROMISE, EventKind.VERDICT}
     assert (contract_of(folder), verdict_of(folder)) == (callback.rows, callback.verdict)
     assert not list(tmp_path.glob("checkpoint-*"))  # those are the script's own matter
 
@@ -82,8 +82,8 @@ def test_a_script_that_goes_on_from_a_checkpoint_has_each_step_once(tiny_model: 
     second = autofit.AutofitCallback(promised(60.0, 4), folder=folder, say=lambda _: None)
     trainer(tiny_model, tmp_path, second).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [line["step"] for line in read_progress(folder)] == list(range(1, 9))
-    assert [e.step for e in events_of(folder) if e.kind is Kind.PROMISE] == [0, 3]
-    assert [e.step for e in events_of(folder) if e.kind is Kind.VERDICT] == [8]
+    assert [e.step for e in events_of(folder) if e.kind is EventKind.PROMISE] == [0, 3]
+    assert [e.step for e in events_of(folder) if e.kind is EventKind.VERDICT] == [8]
 
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:

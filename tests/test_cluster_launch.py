@@ -13,17 +13,17 @@ import pytest
 from search_driver import plan
 
 from autofit.cluster.scheduler import JobState, executor_of
-from autofit.cluster.slurm import Queue
+from autofit.cluster.slurm import SlurmQueue
 from autofit.errors import EnvironmentFault
 from autofit.files import write_json
 from autofit.probing import cluster_launch
-from autofit.probing.cluster_launch import Allocation, ClusterLauncher, Pool, _Told, job_name
+from autofit.probing.cluster_launch import ClusterLauncher, Pool, QueueJob, _Told, job_name
 from autofit.probing.launch import Attempts, Next, end_in_slurm, what_next
 from autofit.probing.result import Cause, ProbeResult, ProbeStatus
 from autofit.promotion.promotion import Promotion, follow
 
 
-class Said(Queue):
+class Said(SlurmQueue):
     """What Slurm says is set by the test; it is asked at every look."""
 
     def _refresh(self) -> None:
@@ -258,7 +258,7 @@ def test_a_node_on_whose_card_a_process_hangs_is_set_aside_and_its_probe_goes_to
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     hung = ProbeResult(status=ProbeStatus.LOST, device="cuda", reason="process 9 hangs", cause=cause)
     write_json(cluster.request.answer_path, hung.to_json())
-    assert Allocation(home=cluster.pool.home, device="cuda")._is_broken(cluster.request.folder, cluster.pool)
+    assert QueueJob(home=cluster.pool.home, device="cuda")._is_broken(cluster.request.folder, cluster.pool)
     assert cluster.pool.faulty() == {"n1"}
     cluster.pool.end("7", "trial-0000-1")
     result = cluster.result()
@@ -279,7 +279,7 @@ def test_two_jobs_never_take_the_same_probe(tmp_path: Path) -> None:
 def test_a_first_probe_that_meets_the_jobs_time_limit_is_not_repeated(
     cluster: Cluster, time_s: float, cause: Cause
 ) -> None:
-    job = Allocation(home=cluster.pool.home, time_s=time_s)
+    job = QueueJob(home=cluster.pool.home, time_s=time_s)
     job._explain(cluster.request.folder, "7", _Told(signal=signal.SIGUSR2), is_first=True)
     cluster.pool.end("7", "trial-0000-1")
     result = cluster.result()

@@ -28,7 +28,7 @@ from autofit.watching.contract import (
     verdict,
     verdict_of,
 )
-from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress
+from autofit.watching.events import EventKind, RunEvent, keep_event, keep_progress
 from autofit.watching.memory import CardPeak
 from autofit.watching.watchers import ContractWatcher
 
@@ -178,7 +178,7 @@ def test_a_run_says_its_promise_and_its_verdict_and_nothing_between_where_it_kee
     assert {row.key: row.kept for row in contract_of(tmp_path) or ()}["step_s"] is True
     assert verdict_of(tmp_path) == ""
     (ended,) = run.end()
-    assert (ended.kind, ended.data["kept"]) == (Kind.VERDICT, True)
+    assert (ended.kind, ended.data["kept"]) == (EventKind.VERDICT, True)
     assert verdict_of(tmp_path) == ended.text == run.watcher.verdict
 
 
@@ -187,7 +187,7 @@ def test_a_broken_promise_is_told_after_a_few_steps_and_once(tmp_path: Path) -> 
     run = Run(tmp_path)
     run.start()
     said = run.steps(range(1, 100), 2.0, used=4 * 10**9)
-    assert [(e.step, e.kind) for e in said] == [(6, Kind.PROMISE)] * 3  # bytes, seconds, samples/s
+    assert [(e.step, e.kind) for e in said] == [(6, EventKind.PROMISE)] * 3  # bytes, seconds, samples/s
     assert said[0].text == "the promise is broken so far: device-used 4.00 GB (2.00 GB promised)"
     assert run.end()[0].data["kept"] is False
 
@@ -236,7 +236,7 @@ def test_rescues_are_named_in_the_verdict(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.start()
     run.steps(range(1, 9), 1.0)
-    keep_event(tmp_path, RunEvent(step=8, kind=Kind.RESCUE, text="micro-batch 8 -> 4 after an OOM"))
+    keep_event(tmp_path, RunEvent(step=8, kind=EventKind.RESCUE, text="micro-batch 8 -> 4 after an OOM"))
     again = Run(tmp_path)
     again.start(done=8)
     again.steps(range(9, 12), 1.0)

@@ -23,7 +23,7 @@ from autofit.fakegpu.scratch import Rounded
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.files import write_json
 from autofit.forecast import worker
-from autofit.forecast.composed import Composer, Made, Source, Workshop, changed_bytes
+from autofit.forecast.composed import Composer, Made, PredictionSource, Workshop, changed_bytes
 from autofit.forecast.evaluation import Parts, Sketched
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.forecast.predictions import LARGE, Setting, Shape, Sorted, Structure, without
@@ -142,8 +142,8 @@ def test_the_predicted_best_of_many_structures_is_the_optimum_of_all_within_1_pe
     assert len(asked) <= 3 + len(SWITCHES) + 12
     assert used[best] <= limit
     assert step[best] <= 1.01 * step[used <= limit].min()
-    assert forecast.sources[best] is not Source.COMPOSED
-    composed = np.array([source is Source.COMPOSED for source in forecast.sources])
+    assert forecast.sources[best] is not PredictionSource.COMPOSED
+    composed = np.array([source is PredictionSource.COMPOSED for source in forecast.sources])
     assert not forecast.predictions.floor_bytes[composed].any()
 
 
@@ -259,8 +259,12 @@ def test_two_settings_together_are_predicted_from_sketches_of_a_real_training(
     told = forecast_of(space, tmp_path)
     monkeypatch.setattr("autofit.forecast.forecast._FEW", 4)
     exact = forecast_of(space, tmp_path)
-    assert set(exact.sources) == {Source.WHOLE}
-    limits = {Source.WHOLE: (0, 0), Source.SKETCHED: (0.01, 0.02), Source.COMPOSED: (0.3, 0.1)}
+    assert set(exact.sources) == {PredictionSource.WHOLE}
+    limits = {
+        PredictionSource.WHOLE: (0, 0),
+        PredictionSource.SKETCHED: (0.01, 0.02),
+        PredictionSource.COMPOSED: (0.3, 0.1),
+    }
     for source, (most_bytes, most_s) in limits.items():
         mine = [place for place, each in enumerate(told.sources) if each is source]
         for name, most in (("device_used_bytes", most_bytes), ("step_s", most_s)):
@@ -302,7 +306,7 @@ def test_longer_completions_hold_what_the_sketched_setting_makes_of_each_of_thei
     shapes = tuple(Shape(micro, 4, 1, completion, 0) for micro in (1, 8) for completion in (256, 768, 1536))
     told = composer.told(other, shapes)
     assert told is not None
-    assert told.source is Source.SKETCHED
+    assert told.source is PredictionSource.SKETCHED
     assert told.live_bytes == pytest.approx([16e9 + 5e6 * s.micro * (512 + s.completion) for s in shapes])
 
 
@@ -339,7 +343,7 @@ def test_a_setting_changes_the_further_micro_batches_that_the_recipe_has_not() -
     shapes = (Shape(2, 4, 1, 256, 0), Shape(1, 8, 1, 256, 0))
     told, true = composer.told(both, shapes), Parts.of(cast(MassModel, laws[both]), 1, shapes)
     assert told is not None
-    assert told.source is Source.COMPOSED
+    assert told.source is PredictionSource.COMPOSED
     assert told.parts.step_s == pytest.approx(true.step_s, rel=1e-9)
     assert told.parts.peaks.keys() == true.peaks.keys()
 
@@ -373,7 +377,7 @@ def test_an_effect_is_taken_from_the_sketches_most_like_the_structure(near: tupl
     shapes = (Shape(1, 8, 1, 256, 0), Shape(8, 1, 1, 256, 0))
     told = composer.told(structure("offload", "more", "other"), shapes)
     assert told is not None
-    assert told.source is Source.COMPOSED
+    assert told.source is PredictionSource.COMPOSED
     assert told.live_bytes == pytest.approx([5e9 + 1e8 * shape.micro for shape in shapes])
 
 

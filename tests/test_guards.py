@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from watched_series import Break, Line, events, series, watched
 
-from autofit.watching.events import Kind, RunEvent, keep_event, stop_asked
+from autofit.watching.events import EventKind, RunEvent, keep_event, stop_asked
 from autofit.watching.guards import GuardWatcher
 from autofit.watching.thresholds import read_guards
 
@@ -54,7 +54,7 @@ def test_each_broken_run_raises_the_alarm_with_the_step_it_began(name: str, at: 
     told = [e for e in events(series(at, generates=generates, at=at, breaks=breaks), generates=generates)
             if e.data["guard"] == name]  # fmt: skip
     assert told, name
-    assert told[0].kind is Kind.GUARD
+    assert told[0].kind is EventKind.GUARD
     assert abs(int(str(told[0].data["since"])) - at) <= 2, told[0].text
     assert told[0].data["tag_value"] == f"since step {told[0].data['since']}"
     assert told[0].step - at < 90
@@ -158,8 +158,8 @@ def test_stop_is_asked_for_once_and_only_where_the_user_says_so(tmp_path: Path) 
 
 
 def test_the_run_remembers_who_stopped_it_until_it_is_started_again(tmp_path: Path) -> None:
-    start = RunEvent(step=0, kind=Kind.START, text="grpo on the CPU")
-    asked = RunEvent(step=9, kind=Kind.GUARD, text="guard kl", stop=True)
+    start = RunEvent(step=0, kind=EventKind.START, text="grpo on the CPU")
+    asked = RunEvent(step=9, kind=EventKind.GUARD, text="guard kl", stop=True)
     for event in (start, asked):
         keep_event(tmp_path, event)
     found = stop_asked(tmp_path)

@@ -8,18 +8,18 @@ from fakegpu.tiny_trainers import tokenizer
 from hf_parsed import parsed
 
 from autofit.trainers import hf_training
-from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, Samples, packed, tokenised
+from autofit.trainers.hf_data import Blocks, Labelled, Pairs, Rated, SampleCollator, packed, tokenised
 
 ROW = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
 LONGER = {"input_ids": [5] * 5, "labels": [5] * 5}
 
 
 def test_a_batch_is_padded_on_the_right_to_a_multiple_and_padding_is_neither_read_nor_trained_on() -> None:
-    batch = Samples(padding=9, multiple=4)([ROW, LONGER])
+    batch = SampleCollator(padding=9, multiple=4)([ROW, LONGER])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 9, 9, 9, 9, 9], [5, 5, 5, 5, 5, 9, 9, 9]]
     assert batch["attention_mask"].sum(1).tolist() == [3, 5]
     assert batch["labels"][0].tolist() == [-100, 6, 7, *[-100] * 5]
-    assert Samples(padding=9, width=16)([ROW])["input_ids"].shape == (1, 16)
+    assert SampleCollator(padding=9, width=16)([ROW])["input_ids"].shape == (1, 16)
 
 
 def test_a_pair_is_two_rows_of_one_width_the_chosen_answers_first() -> None:

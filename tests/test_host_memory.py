@@ -6,8 +6,7 @@ import torch
 
 import autofit
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.memory import HostMemory as HostTensors
-from autofit.fakegpu.memory import held_bytes
+from autofit.fakegpu.memory import HostTensors, held_bytes
 from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.probing.host_memory import host_memory, shortage
 from autofit.probing.simulated import saved_bytes

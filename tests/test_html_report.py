@@ -31,7 +31,7 @@ from autofit.tuning.record import Stop, StopKind, keep_proof, keep_record, recor
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.sensitivity import sensitivity
 from autofit.tuning.study import load_study, trials_of
-from autofit.watching.events import Kind, RunEvent, keep_event
+from autofit.watching.events import EventKind, RunEvent, keep_event
 
 EVIL = "<script>alert('x')</script>&\"q\""
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -105,8 +105,8 @@ def promoted(folder: Path, study: str, trial: int, *, says: str = "all is well")
     (home / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     start = {"promise": promise, "device": "cpu", "device_name": "Fake", "generates": True, "samples_per_step": 16,
              "batch_text": "4 x 4", "effective_batch_size": 16}  # fmt: skip
-    keep_event(home, RunEvent(step=0, kind=Kind.PROMISE, text="promised", data=start))
-    keep_event(home, RunEvent(step=1, kind=Kind.GUARD, text=says))
+    keep_event(home, RunEvent(step=0, kind=EventKind.PROMISE, text="promised", data=start))
+    keep_event(home, RunEvent(step=1, kind=EventKind.GUARD, text=says))
     return home
 
 

@@ -32,7 +32,7 @@ from autofit.promotion.reports import RunRecorder
 from autofit.promotion.run_folder import ask_to_end, ending_of, write_ending
 from autofit.tuning.search import Search, open_study
 from autofit.watching.contract import Watched
-from autofit.watching.events import Kind, RunEvent, append_line, events_of, read_progress
+from autofit.watching.events import EventKind, RunEvent, append_line, events_of, read_progress
 
 FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors", "trainer_state.json")
 WAYS: dict[str, Callable[[Path], object]] = {
@@ -85,7 +85,7 @@ def values(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[s
 
 def life_of(folder: Path) -> list[RunEvent]:
     """What the run in `folder` said of checkpoints and of its starts, without what its watchers said."""
-    return [event for event in events_of(folder) if event.kind in (Kind.CHECKPOINT, Kind.RESUME)]
+    return [event for event in events_of(folder) if event.kind in (EventKind.CHECKPOINT, EventKind.RESUME)]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_run_with_a_torn_checkpoint_ends_as_if_it_never_was(
     assert ours == theirs
     size = (whole / "out" / "checkpoint-4" / "optimizer.pt").stat().st_size
     assert [(e.kind, e.step, e.text) for e in life_of(folder)] == [
-        (Kind.CHECKPOINT, 2, f"checkpoint-4 is torn (optimizer.pt: 0 of {size:,} bytes); goes on after step 2")
+        (EventKind.CHECKPOINT, 2, f"checkpoint-4 is torn (optimizer.pt: 0 of {size:,} bytes); goes on after step 2")
     ]
 
 
@@ -262,7 +262,7 @@ def test_every_signal_ends_a_run_at_a_checkpoint_and_none_changes_what_it_trains
     assert [[line[key] for key in same] for line in read_progress(folder)] == [
         [line[key] for key in same] for line in read_progress(whole)
     ]
-    assert [e.kind for e in life_of(folder)] == [Kind.RESUME] * 3
+    assert [e.kind for e in life_of(folder)] == [EventKind.RESUME] * 3
     assert not own_checkpoints(folder / "out").exists()  # of no use once the run is done
 
 

@@ -17,7 +17,7 @@ from autofit import jobs
 from autofit.api import Job
 from autofit.cli import main
 from autofit.cluster.scheduler import executor_of
-from autofit.cluster.slurm import Queue, submit
+from autofit.cluster.slurm import SlurmQueue, submit
 from autofit.files import write_json
 from autofit.probing.cluster_launch import Pool, job_name
 from autofit.probing.supervise import note_of
@@ -134,7 +134,7 @@ def test_a_machine_without_slurm_lists_its_own_jobs_and_says_what_is_missing(
     tmp_path: Path, process: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("autofit.cluster.slurm._queue", Queue())
+    monkeypatch.setattr("autofit.cluster.slurm._queue", SlurmQueue())
     _full_run(tmp_path, job_id=str(process.pid), **note_of(process.pid))
     (tmp_path / "probes/study/jobs").mkdir(parents=True)
     found = jobs(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.recipe.as_of import bytes_a_logit
-from autofit.scripts.libraries import Asked, Libraries, PeakOfPhase, Theirs, Today, run_with
+from autofit.scripts.libraries import AskedRecipe, Libraries, PeakOfPhase, Theirs, Today, run_with
 from autofit.scripts.their_run import in_their_keys
 
 GB = 10**9
@@ -144,7 +144,7 @@ def recipe(kind: str, model: Path) -> dict[str, object]:
 
 def both(libraries: Libraries, kind: str, model: Path, folder: Path) -> tuple[Theirs, list[int]]:
     """What `--libraries` says, and the bytes of the same trainer run by hand with the same libraries."""
-    asked = Asked(
+    asked = AskedRecipe(
         trainer=kind, values=recipe(kind, model), tokens=by_hand.TOKENS[kind], gpu="a100-80gb", target_bytes=80 * GB
     )
     theirs = run_with(libraries, asked, folder / "run", deadline_s=300)

@@ -11,7 +11,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 
 from autofit.watching.contract import Promise, StepFacts, Watched
-from autofit.watching.events import Kind, RunEvent
+from autofit.watching.events import EventKind, RunEvent
 from autofit.watching.memory import MemoryWatcher
 from autofit.watching.micro_batches import joined, visits_of
 from autofit.watching.progress import Growth
@@ -89,7 +89,7 @@ def test_a_longer_sample_is_told_long_before_its_step() -> None:
     run = FakeRun(lengths, limit_bytes=700 * MB)
     (event,) = run.train()
     assert run.oom_step is not None
-    assert (event.kind, event.data["sample"], event.data["at_step"]) == (Kind.MEMORY, 137, run.oom_step)
+    assert (event.kind, event.data["sample"], event.data["at_step"]) == (EventKind.MEMORY, 137, run.oom_step)
     assert event.step <= run.oom_step - 30
     assert event.data["limit_bytes"] == 700 * MB
     assert event.data["projected_bytes"] == pytest.approx(run.bytes_of(3000), rel=0.02)

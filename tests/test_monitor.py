@@ -26,7 +26,7 @@ from search_driver import plan
 import autofit
 from autofit.api.promoted import Runs
 from autofit.cli import main
-from autofit.cluster.slurm import Queue
+from autofit.cluster.slurm import SlurmQueue
 from autofit.errors import ConfigError
 from autofit.files import write_json
 from autofit.hardware.health import HostUse, ProcessUse, host_use, tree_use
@@ -35,7 +35,7 @@ from autofit.probing.result import ProbeRequest
 from autofit.probing.supervise import note_of
 from autofit.recipe.recipe import merge
 from autofit.tuning.search import Search, open_study
-from autofit.watching.events import Kind, RunEvent, keep_event
+from autofit.watching.events import EventKind, RunEvent, keep_event
 
 MB = 10**6
 OTHER = "GPU-11111111-0000-0000-0000-000000000000"
@@ -91,7 +91,7 @@ def running(folder: Path, trial: int = 1, *, device: str = "cpu", steps: int = 1
                "step_s": 1.0, "samples_per_s": 16.0, "effective_batch_size": 16, "proof": "proven"}  # fmt: skip
     start = {"promise": promise, "device": "cpu", "device_name": "cpu", "generates": True, "samples_per_step": 16,
              "batch_text": "4 x 4", "effective_batch_size": 16}  # fmt: skip
-    keep_event(home, RunEvent(step=0, kind=Kind.PROMISE, text="promised", data=start))
+    keep_event(home, RunEvent(step=0, kind=EventKind.PROMISE, text="promised", data=start))
     return home
 
 
@@ -154,7 +154,7 @@ def test_a_probe_whose_job_the_scheduler_has_forgotten_is_not_shown_as_running(
     monkeypatch.setattr("autofit.cluster.slurm._call", lambda *_, **__: said["squeue"])
     for answer, shown in ((said["squeue"], [home]), ("", []), (None, [home])):  # None: slurmctld does not answer
         said["squeue"] = answer
-        monkeypatch.setattr("autofit.cluster.slurm._queue", Queue())
+        monkeypatch.setattr("autofit.cluster.slurm._queue", SlurmQueue())
         assert [probe.folder for probe in probes_at_work(folder)] == shown
 
 

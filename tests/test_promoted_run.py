@@ -16,7 +16,7 @@ from autofit.tracking import follower
 from autofit.tracking.runs import client, experiment_id, search
 from autofit.tracking.study_mirror import RunMirror, sync
 from autofit.tuning.search import Search, open_study
-from autofit.watching.events import Kind, RunEvent, forget_progress_after, keep_event
+from autofit.watching.events import EventKind, RunEvent, forget_progress_after, keep_event
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -161,9 +161,11 @@ def test_each_event_is_a_tag_a_line_of_the_note_and_an_artifact(folder: Path) ->
     live = mirror(folder)
     live.update(ended=False)
     rescue = "step 5: out of memory; goes on from step 4 with per_device_train_batch_size 4 -> 2"
-    keep_event(folder, RunEvent(step=4, kind=Kind.RESCUE, text=rescue))
+    keep_event(folder, RunEvent(step=4, kind=EventKind.RESCUE, text=rescue))
     data = {"guard": "kl", "tag": "autofit.guard.kl", "tag_value": "since step 7"}
-    keep_event(folder, RunEvent(step=8, kind=Kind.GUARD, text="guard kl, since step 7: 0.3 is above 0.2", data=data))
+    keep_event(
+        folder, RunEvent(step=8, kind=EventKind.GUARD, text="guard kl, since step 7: 0.3 is above 0.2", data=data)
+    )
     live.update(ended=False)
     run = mirrored(folder)
     assert run.data.tags["autofit.rescue.1"] == rescue

@@ -21,7 +21,7 @@ from autofit.promotion.ladder import RescueLadder
 from autofit.promotion.run_folder import ask_to_end, ending_of, forget_signals, log_of
 from autofit.recipe.keys import LAUNCH, BatchKeys
 from autofit.recipe.launch import Launch
-from autofit.watching.events import Kind, RunEvent, events_of, read_progress
+from autofit.watching.events import EventKind, RunEvent, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")
 
@@ -106,7 +106,7 @@ def lines(folder: Path) -> list[list[object]]:
     return [[line.get(key) for key in SAME] for line in read_progress(folder)]
 
 
-def told(folder: Path, kind: Kind) -> list[RunEvent]:
+def told(folder: Path, kind: EventKind) -> list[RunEvent]:
     return [event for event in events_of(folder) if event.kind is kind]
 
 
@@ -155,7 +155,7 @@ def test_a_run_of_two_ranks_that_is_stopped_ends_as_if_it_never_was(runs: Runs, 
     assert final is not None, logs(halves)
     assert final["final_loss"] == expected["final_loss"]
     assert lines(halves) == lines(whole)
-    assert [event.step for event in told(halves, Kind.RESUME)] == [done]
+    assert [event.step for event in told(halves, EventKind.RESUME)] == [done]
     assert not own_checkpoints(halves / "out").exists()
     assert any((halves / "out").glob("*.safetensors"))
 
@@ -168,7 +168,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_from_its_checkpoint(
     assert time.monotonic() - began < 60
     killing.join()
     assert not any(Path(f"/proc/{pid_of(folder, rank)}").exists() for rank in (0, 1))
-    [event] = told(folder, Kind.RANK)
+    [event] = told(folder, EventKind.RANK)
     assert "rank 1 of 2 was killed by SIGKILL in the " in event.text
     assert event.step >= 2
     assert "rank 1: killed by signal 9" in str(ending_of(folder))
@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_from_its_checkpoint(
     final = runs.train(folder)
     assert final is not None, logs(folder)
     assert lines(folder) == lines(whole)
-    assert told(folder, Kind.RANK) == [event]
+    assert told(folder, EventKind.RANK) == [event]
 
 
 def test_a_rank_that_is_asked_to_end_ends_all_at_a_checkpoint(runs: Runs) -> None:
@@ -209,7 +209,7 @@ def test_the_oom_of_one_rank_is_told_with_its_phase_and_the_run_goes_on(runs: Ru
     final = runs.train(folder, "out_of_memory_on_rank_1")
     assert time.monotonic() - began < 120
     assert final is not None, logs(folder)
-    [event] = told(folder, Kind.RESCUE)
+    [event] = told(folder, EventKind.RESCUE)
     assert event.text.startswith("step 3: rank 1 out of memory in the update (")
     assert event.data["resumed_from"] == 2
     assert lines(folder) == lines(whole)
@@ -250,5 +250,5 @@ def test_a_checkpoint_that_no_rank_can_load_is_passed_over(runs: Runs) -> None:
     final = runs.train(folder)
     assert final is not None, logs(folder)
     assert final["steps"] == 6
-    [event] = told(folder, Kind.CHECKPOINT)
+    [event] = told(folder, EventKind.CHECKPOINT)
     assert f"checkpoint-{step} is torn (" in event.text

@@ -8,7 +8,7 @@ from typing import cast
 from autofit.plugin.protocol import Run
 from autofit.promotion.reports import RunRecorder
 from autofit.watching.contract import StepFacts, Watched, Watcher
-from autofit.watching.events import Kind, RunEvent, events_of, read_progress
+from autofit.watching.events import EventKind, RunEvent, events_of, read_progress
 from autofit.watching.progress import trend
 
 
@@ -68,7 +68,7 @@ def test_a_watcher_that_fails_is_asked_no_more_and_the_training_goes_on(tmp_path
         folder.mkdir()
         failing, counting = Failing(where), Counting()
         train(recorder(folder, failing, counting))
-        told = [event.text for event in events_of(folder) if event.kind is Kind.FAULT]
+        told = [event.text for event in events_of(folder) if event.kind is EventKind.FAULT]
         assert told == [f"Failing failed ({text}); the run goes on without it"]
         assert failing.asked == (2 if where == "step_ends" else 3)
         assert [line["seen"] for line in read_progress(folder)] == [1, 2, 3, 4, 5]

@@ -29,7 +29,7 @@ from autofit.proof.proof import Verdict
 from autofit.recipe.keys import LAUNCH, BatchKeys
 from autofit.recipe.launch import Launch
 from autofit.watching.events import (
-    Kind,
+    EventKind,
     RunEvent,
     events_of,
     forget_progress_after,
@@ -253,7 +253,7 @@ def test_a_rescue_is_in_the_request_the_events_and_a_yaml(request_path: Path) ->
     assert (request["values"][SPLIT], request["values"][ACCUMULATION]) == (4, 4)  # type: ignore[index]
     assert request["rescues"] == job.rescues(folder)
     [event] = events_of(folder)
-    assert (event.kind, event.step, event.data["resumed_from"]) == (Kind.RESCUE, 36, 36)
+    assert (event.kind, event.step, event.data["resumed_from"]) == (EventKind.RESCUE, 36, 36)
     assert event.text == (
         "step 37: out of memory in the update (CUDA out of memory); the run goes on from step 36 with "
         "per_device_train_batch_size 8 -> 4, gradient_accumulation_steps 2 -> 4; the effective batch stays 16; "
@@ -335,7 +335,7 @@ def test_steps_that_a_rescue_takes_back_are_shown_again_and_its_event_is_told(
 
     def is_rescued() -> None:
         forget_progress_after(tmp_path, 1)
-        keep_event(tmp_path, RunEvent(step=3, kind=Kind.RESCUE, text="goes on from step 1", time=4.0))
+        keep_event(tmp_path, RunEvent(step=3, kind=EventKind.RESCUE, text="goes on from step 1", time=4.0))
         keep_progress(tmp_path, {"step": 2, "time": 5.0})
         write_json(tmp_path / "final.json", {"steps": 2})
 
@@ -479,7 +479,7 @@ def test_after_an_oom_at_any_step_it_ends_with_the_weights_of_a_run_without(
     at = {"step": step, "where": where} | ({"micro": micro} if where == "backward" else {})
     (rescued / "inject.json").write_text(json.dumps([at]))
     assert trained(rescued, ladder, fork_server)["steps"] == steps, at
-    [event] = [event for event in events_of(rescued) if event.kind is Kind.RESCUE]
+    [event] = [event for event in events_of(rescued) if event.kind is EventKind.RESCUE]
     assert event.step == step
     resumed_from = step if where == "backward" else 0  # the optimizer had begun: only an older checkpoint is exact
     assert event.data["resumed_from"] == resumed_from, at

@@ -17,7 +17,7 @@ from watched_series import Line, events, watched
 from autofit.files import read_json, write_json
 from autofit.plugin.protocol import own_checkpoints
 from autofit.probing.fork_server import ForkServer
-from autofit.watching.events import Kind, events_of, read_progress, stop_asked
+from autofit.watching.events import EventKind, events_of, read_progress, stop_asked
 from autofit.watching.thresholds import StatedGuards, read_guards
 from autofit.watching.watchers import RewardFault, RewardWatcher, facts_of
 
@@ -182,7 +182,7 @@ def test_a_run_whose_reward_raises_ends_with_that_reason_after_a_true_summary(
         "in step 3 the reward function 'share_of_t1' raised ZeroDivisionError: division by zero (tiny_rewards.py, line"
     )
     (start, *_) = events_of(tmp_path)
-    assert start.kind is Kind.START
+    assert start.kind is EventKind.START
     assert (
         start.data["batch"]
         == "micro-batch 4 × accumulation 2 × 1 rank = 8 completions a step: 2 prompts × 4 completions"
@@ -209,5 +209,7 @@ def test_a_guard_stops_the_run_with_a_checkpoint_and_the_next_start_goes_on_with
     assert run(tmp_path, tiny_model, fork_server, reward, stopping) == 0
     assert read_json(tmp_path / "final.json") is not None
     assert [line["step"] for line in read_progress(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert [e.data["guard"] for e in events_of(tmp_path) if e.kind is Kind.GUARD] == ["reward_nan"]
-    assert "goes on after step 2" in str([e for e in events_of(tmp_path) if e.kind is Kind.START][-1].data["steps"])
+    assert [e.data["guard"] for e in events_of(tmp_path) if e.kind is EventKind.GUARD] == ["reward_nan"]
+    assert "goes on after step 2" in str(
+        [e for e in events_of(tmp_path) if e.kind is EventKind.START][-1].data["steps"]
+    )

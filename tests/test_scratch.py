@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autofit import files
-from autofit.files import Scratch, claim, release
+from autofit.files import ScratchFolder, claim, release
 
 _HOLDS = "import sys; from autofit.files import Scratch; s = Scratch('x-'); print(s.path, flush=True); sys.stdin.read()"
 
@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_folder_lives_as_long_as_its_context() -> None:
-    with Scratch("proof-") as folder:
+    with ScratchFolder("proof-") as folder:
         (folder / "x").write_text("1")
         assert folder.name.startswith("autofit-proof-")
     assert not folder.exists()
@@ -39,12 +39,12 @@ def test_the_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         assert folder.is_dir()
-        with Scratch():
+        with ScratchFolder():
             assert folder.exists()
         process.kill()
         process.wait()
     monkeypatch.setattr(files, "_swept", set())
-    with Scratch():
+    with ScratchFolder():
         assert not folder.exists()
     assert (home / "autofit-of-somebody").exists()
 

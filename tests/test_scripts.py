@@ -16,7 +16,7 @@ import pytest
 from autofit.cli import main
 from autofit.errors import ConfigError
 from autofit.recipe import catalogue
-from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, Advice
+from autofit.scripts.changes import ACCUMULATION, CHECKPOINTING, MICRO, ScriptAdvice
 from autofit.scripts.data import Columns, MadeUp, stood_in
 from autofit.scripts.packages import _INSTALLS, _REACHES, idle
 from autofit.scripts.running import Script, code_of, fit_script
@@ -338,14 +338,14 @@ def test_advice_keeps_the_batch_and_asks_only_for_what_may_fit() -> None:
         return figures(int(str(changes[MICRO])), 2, checkpointing=CHECKPOINTING in changes)
 
     seen = {MICRO: 16, ACCUMULATION: 3, CHECKPOINTING: False}
-    found = list(Advice(seen=seen, ask=ask).offers(figures(16, 3, checkpointing=False)))
+    found = list(ScriptAdvice(seen=seen, ask=ask).offers(figures(16, 3, checkpointing=False)))
     assert asked == [(2, False), (16, True), (8, True)]
     assert [offer.changes for offer in found] == [
         {MICRO: 2, ACCUMULATION: 24}, {MICRO: 8, ACCUMULATION: 6, CHECKPOINTING: True}
     ]  # fmt: skip
     assert [offer.most_step_s for offer in found] == [12.0, 3.0]
     assert "--set per_device_train_batch_size=8 --set gradient_accumulation_steps=6" in str(found[1])
-    assert not list(Advice(seen=seen, ask=lambda _: None).offers(figures(16, 3, checkpointing=False)))
+    assert not list(ScriptAdvice(seen=seen, ask=lambda _: None).offers(figures(16, 3, checkpointing=False)))
 
 
 def test_a_script_is_led_from_other_commands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from vllm_stand_in import servers_of, write_stand_in
 from autofit.probing.supervise import ProcessEnding, RanksEnded, computing_env
 from autofit.promotion.run_folder import ask_to_end
 from autofit.promotion.server import Beside, start_keeper
-from autofit.watching.events import Kind, events_of
+from autofit.watching.events import EventKind, events_of
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def wait_until_none_is_left(folder: Path) -> None:
 
 def goes_on(folder: Path) -> bool:
     """Whether the run was resumed; a kill while a checkpoint is saved leaves it torn, and an older one is told."""
-    return any(event.kind in (Kind.RESUME, Kind.CHECKPOINT) for event in events_of(folder))
+    return any(event.kind in (EventKind.RESUME, EventKind.CHECKPOINT) for event in events_of(folder))
 
 
 @pytest.mark.slow

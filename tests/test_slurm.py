@@ -11,7 +11,7 @@ from slurm_cluster import Cluster
 
 from autofit.cluster import slurm as slurm_module
 from autofit.cluster.scheduler import executor_of
-from autofit.cluster.slurm import Queue, cancel, submit
+from autofit.cluster.slurm import SlurmQueue, cancel, submit
 from autofit.errors import EnvironmentFault
 
 
@@ -21,7 +21,7 @@ def _say(argument: str) -> None:
         time.sleep(60)
 
 
-def _ended(queue: Queue, ids: list[str]) -> list[str]:
+def _ended(queue: SlurmQueue, ids: list[str]) -> list[str]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         states = [queue.state(one) for one in ids]
@@ -37,7 +37,7 @@ def test_jobs_run_once_each_with_the_setup_and_a_card(slurm: Cluster, tmp_path: 
     asked = executor_of({"kind": "slurm", "gpus_per_node": 1, "mem": "500M", "setup": setup, "slurm": site})
     ids = submit(asked, tmp_path, _say, ["a", "b"], name="autofit-test")
     assert len(ids) == 2
-    assert _ended(Queue(every_s=0.3), ids) == ["COMPLETED", "COMPLETED"]
+    assert _ended(SlurmQueue(every_s=0.3), ids) == ["COMPLETED", "COMPLETED"]
     said = "".join(path.read_text() for path in tmp_path.glob("*.out"))
     assert "said a world" in said
     assert "said b world" in said
@@ -79,12 +79,12 @@ def test_a_partition_that_is_not_there_is_told_with_those_that_are(
 
 def test_a_job_of_two_nodes_runs_on_each(slurm: Cluster, tmp_path: Path) -> None:
     ids = submit(executor_of({"kind": "slurm"}), tmp_path, _say, ["x"], name="autofit-test", nodes=2)
-    assert _ended(Queue(every_s=0.3), ids) == ["COMPLETED"]
+    assert _ended(SlurmQueue(every_s=0.3), ids) == ["COMPLETED"]
     assert "".join(path.read_text() for path in tmp_path.glob("*.out")).count("said x") == 2
 
 
 def test_a_cancelled_job_has_ended(slurm: Cluster, tmp_path: Path) -> None:
-    queue = Queue(every_s=0.3)
+    queue = SlurmQueue(every_s=0.3)
     ids = submit(executor_of({"kind": "slurm"}), tmp_path, _say, ["sleep"], name="autofit-test")
     while (state := queue.state(ids[0])) is None or state.waits:
         time.sleep(0.1)
@@ -94,7 +94,7 @@ def test_a_cancelled_job_has_ended(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_one_call_of_squeue_serves_all_jobs(slurm: Cluster, tmp_path: Path) -> None:
-    queue = Queue(every_s=60)
+    queue = SlurmQueue(every_s=60)
     for number in range(1000):
         queue.state(str(number))
     assert queue.calls == 1

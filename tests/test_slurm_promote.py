@@ -31,7 +31,7 @@ from autofit.promotion.slurm_job import Machines, _env, begin, run_allocated, su
 from autofit.recipe.keys import LAUNCH
 from autofit.recipe.launch import Launch
 from autofit.recipe.launching import RolloutServer
-from autofit.watching.events import Kind, events_of, read_progress
+from autofit.watching.events import EventKind, events_of, read_progress
 
 SAME = ("step", "loss", "grad_norm", "learning_rate")
 
@@ -84,7 +84,7 @@ def lines(folder: Path) -> list[list[object]]:
 
 
 def resumed(folder: Path) -> list[int]:
-    return [event.step for event in events_of(folder) if event.kind is Kind.RESUME]
+    return [event.step for event in events_of(folder) if event.kind is EventKind.RESUME]
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_run_of_two_nodes_names_the_node_of_a_killed_rank(
     assert ended(folder) is None
     assert time.monotonic() - began < 60
     assert not [p for p in psutil.process_iter(["cmdline"]) if _is_rank(p, folder, None)]
-    [event] = [event for event in events_of(folder) if event.kind is Kind.RANK]
+    [event] = [event for event in events_of(folder) if event.kind is EventKind.RANK]
     assert re.search(r"rank 1 of 2 on n\d was killed by SIGKILL in the ", event.text)
     assert re.fullmatch(r"rank 1 on n\d: killed by signal 9.*", str(ending_of(folder)))
 

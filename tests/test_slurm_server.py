@@ -18,7 +18,7 @@ from autofit.files import read_json
 from autofit.probing.launch import start_job
 from autofit.promotion.slurm_job import run_allocated
 from autofit.recipe.launch import Launch
-from autofit.watching.events import Kind, events_of
+from autofit.watching.events import EventKind, events_of
 
 OUT_OF_MEMORY_ONCE = """
 import pathlib
@@ -116,7 +116,7 @@ def test_a_run_of_two_nodes_trains_to_its_end_beside_a_server_on_a_third_also_af
     assert final is not None, logs(folder)
     assert final["steps"] == 3
     assert not servers_of(folder)
-    [rescue] = [event for event in events_of(folder) if event.kind is Kind.RESCUE]
+    [rescue] = [event for event in events_of(folder) if event.kind is EventKind.RESCUE]
     assert "out of memory" in rescue.text
     assert len(list((folder / "server").glob("*-answers.json"))) == 2
 

@@ -14,7 +14,7 @@ from autofit.api.reading import source_of
 from autofit.errors import ConfigError
 from autofit.frontends import verl, verl_recipe, verl_rules
 from autofit.frontends.reading import explain
-from autofit.frontends.verl import Settings
+from autofit.frontends.verl import VerlSettings
 from autofit.frontends.writing import changed
 from autofit.plugin.protocol import Inspection, WorstCase
 from autofit.probing.prepare import _said_in_file
@@ -154,7 +154,7 @@ def test_a_token_budget_takes_the_place_of_micro_batches_and_is_the_log_probs_to
     made = dict(verl_recipe.of_script(script(values)).values)
     made.pop("launch")
     settings = TRAINER.parse(made)
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, VerlSettings)
     assert settings.log_prob_max_token_len_per_gpu == 24576
     sizes = settings.split(settings.samples, rows=1, budget=settings.ppo_max_token_len_per_gpu, sharers=1)
     assert sum(sizes) == 160
@@ -207,7 +207,7 @@ def test_on_fewer_ranks_the_rollouts_engine_has_as_many_as_divide_them() -> None
 
 
 def test_a_token_budget_is_of_each_rank_that_shares_a_sample() -> None:
-    settings = Settings(model_path="m", use_dynamic_bsz=True, max_prompt_length=100, max_response_length=100)
+    settings = VerlSettings(model_path="m", use_dynamic_bsz=True, max_prompt_length=100, max_response_length=100)
     assert settings.split(12, rows=1, budget=800, sharers=1) == [4, 4, 4]
     assert settings.split(12, rows=1, budget=800, sharers=2) == [6, 6]
 
@@ -222,7 +222,7 @@ def test_a_critic_is_packed_by_tokens_whatever_its_own_sizes_say() -> None:
     assert made["critic_param_offload"] is True
     made.pop("launch")
     settings = TRAINER.parse(made)
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, VerlSettings)
     assert settings.judged == 640
     assert settings.judged_at_once == 320
     older = verl_recipe.recipe({**values, "trainer.use_v1": False}).values

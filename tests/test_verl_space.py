@@ -15,7 +15,7 @@ from autofit.forecast.advice import cheapest_changes
 from autofit.forecast.levers import Bounds, Known
 from autofit.forecast.shop import Shop
 from autofit.frontends import verl_recipe
-from autofit.frontends.verl import KEYS, Settings
+from autofit.frontends.verl import KEYS, VerlSettings
 from autofit.frontends.writing import in_own_keys
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus
 from autofit.recipe.launch import Launch
@@ -33,7 +33,7 @@ MICRO, SCORED = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_g
 
 def space_of(**changes: object) -> Space:
     values: dict[str, object] = {
-        **asdict(Settings(model_path="Qwen/Qwen2.5-7B-Instruct")), "ppo_micro_batch_size_per_gpu": 1,
+        **asdict(VerlSettings(model_path="Qwen/Qwen2.5-7B-Instruct")), "ppo_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 64, "steps_per_generation": 64, "max_prompt_length": 1024,
         "max_response_length": 2048, "ppo_max_token_len_per_gpu": 24576, "log_prob_max_token_len_per_gpu": 49152,
         "ref_log_prob_max_token_len_per_gpu": 24576, **changes,

@@ -13,7 +13,7 @@ import tiny
 from autofit.files import write_json
 from autofit.forecast.phases import Itinerary, Visited, predicted
 from autofit.forecast.visiting import Tour
-from autofit.frontends.verl import Settings
+from autofit.frontends.verl import VerlSettings
 from autofit.plugin.protocol import (
     LOADING,
     LOG_PROBS,
@@ -41,7 +41,7 @@ GIB = 2**30
 
 def space_of(launch: Launch, allow: Any = "neutral", **changes: object) -> Space:
     values: dict[str, object] = {
-        **asdict(Settings(model_path="Qwen/Qwen2.5-7B-Instruct")), MICRO: 4, "gradient_accumulation_steps": 4,
+        **asdict(VerlSettings(model_path="Qwen/Qwen2.5-7B-Instruct")), MICRO: 4, "gradient_accumulation_steps": 4,
         "steps_per_generation": 8, "max_prompt_length": 16, "max_response_length": 48, SCORED: 4,
         "ref_log_prob_micro_batch_size_per_gpu": 4, "reference": True, "use_kl_loss": True, "rollout_n": 2,
         "update_weights_bucket_megabytes": 1, "tensor_model_parallel_size": 1, LAUNCH: launch.to_values(), **changes,

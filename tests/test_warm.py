@@ -21,7 +21,7 @@ import pytest
 import tiny
 
 from autofit import start
-from autofit.files import Scratch
+from autofit.files import ScratchFolder
 from autofit.probing import fork_server, kept_place, kept_server
 from autofit.probing.fork_server import ForkServer
 
@@ -417,7 +417,7 @@ class _Slow(ForkServer):
     """A server without torch that takes half a second to move to its place."""
 
     def _start(self) -> None:
-        self._home, self._stays = Scratch(), True
+        self._home, self._stays = ScratchFolder(), True
         self.socket_path, self.place = str(self._home.path / "warm"), kept_place.socket_path()
         slow = "kept_server._stop_others = lambda _: time.sleep(0.5)"
         self._process = subprocess.Popen(

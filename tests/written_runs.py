@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autofit.files import write_json
 from autofit.watching.contract import Promise
-from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress
+from autofit.watching.events import EventKind, RunEvent, keep_event, keep_progress
 
 PROMISE = Promise(device_name="cpu", fidelity="measured", device_used_bytes=120_000_000, limit_bytes=150_000_000,
                   step_s=0.5, samples_per_s=16.0, effective_batch_size=16)  # fmt: skip
@@ -29,7 +29,7 @@ def write_start(folder: Path, step: int = 0) -> None:
     """What the run's watcher tells when a training starts."""
     data = {"promise": PROMISE.to_json(), "device": "cpu", "device_name": "cpu", "generates": True,
             "samples_per_step": 16, "effective_batch_size": 16, "batch_text": "4 x 4 x 1 = 16"}  # fmt: skip
-    keep_event(folder, RunEvent(step=step, kind=Kind.PROMISE, text="the search promised 500 ms a step", data=data))
+    keep_event(folder, RunEvent(step=step, kind=EventKind.PROMISE, text="the search promised 500 ms a step", data=data))
 
 
 def write_steps(folder: Path, steps: Sequence[int], *, of: int = 40, began: float = 1_700_000_000.0) -> None:

@@ -32,7 +32,7 @@ from trl.data_utils import is_conversational
 
 from autofit.errors import ConfigError
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.files import Scratch
+from autofit.files import ScratchFolder
 from autofit.plugin.protocol import WorstCase
 
 from .images import sees
@@ -132,7 +132,7 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, *
     training = config.training
     for key in _IDLE.keys() & set(vars(training)):
         setattr(training, key, _IDLE[key])
-    with Scratch() as folder, _models_from(module, _stand_in):
+    with ScratchFolder() as folder, _models_from(module, _stand_in):
         training.output_dir = folder
         try:
             trainer = kind(model=config.model.model_name_or_path, args=training, train_dataset=rows, **more)

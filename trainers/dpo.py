@@ -37,7 +37,7 @@ from .trl_config import TrlConfig
 _SIDES = ("chosen_ids", "rejected_ids")
 
 
-class _Prepared(PreparedRows, DPOTrainer):  # type: ignore[misc]
+class _PreparedDpo(PreparedRows, DPOTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL, and scores the reference on one micro-batch of them."""
 
     scoring_share = 0.0  # calls of `score_reference` per optimizer step of the real run
@@ -156,7 +156,7 @@ class DpoTrainer(SamplesTrainer):
 
     def probed(self, config: TrlConfig, worst_case: Mapping[str, Any]) -> DPOTrainer:
         with _weights_unhashed():
-            trainer = probed(_Prepared, trl_dpo, config, _row(config, worst_case), **for_text(config))
+            trainer = probed(_PreparedDpo, trl_dpo, config, _row(config, worst_case), **for_text(config))
         trainer.scoring_share = _scoring_share(config, worst_case)
         pad(trainer, config, worst_case, partial(shorter_pair, limit=config.training.max_length))
         return trainer

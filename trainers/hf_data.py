@@ -155,7 +155,7 @@ def shorter(row: Row, place: int) -> Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class SampleCollator:
     """Collates samples into a batch (B, T), padded on the right.
 
     `width` is the length of every row where that is fixed, and `attends` says whether attention reads the padding up
@@ -183,7 +183,7 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs(Samples):
+class Pairs(SampleCollator):
     """Collates pairs of answers: all chosen ones, then all rejected ones, in one batch (2B, T).
 
     `negatives` is how often a rejected one counts, for documents of which there are several of its length.
@@ -197,7 +197,7 @@ class Pairs(Samples):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelled(Samples):
+class Labelled(SampleCollator):
     """Collates samples into a batch (B, T) with the label of each (B,): a class, or a number where there is one.
 
     With `tokens` each token has a class (B, T); what is none is the last one.
@@ -214,7 +214,7 @@ class Labelled(Samples):
         return super().__call__(rows) | {"labels": torch.tensor([row.get("label", 0) for row in rows], dtype=kind)}
 
 
-class Rated(Samples):
+class Rated(SampleCollator):
     """Collates samples of KTO into a batch (B, T), and another answer to each prompt into one of its own, `other_...`.
 
     Rows without a rating are desirable and undesirable by turns.
@@ -227,7 +227,7 @@ class Rated(Samples):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks(Samples):
+class Blocks(SampleCollator):
     """Collates packed rows whose samples attend to themselves only, each from position 0.
 
     Kernels of flash attention read the positions of one long row (1, B x T). Others get a mask (B, 1, T, T) of `dtype`

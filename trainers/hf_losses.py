@@ -60,7 +60,7 @@ class _Referenced(_Preferences):
         return found
 
 
-class DpoTrainer(_Referenced):
+class HfDpoTrainer(_Referenced):
     """DPO's sigmoid loss: both answers in one forward pass, and the logits of all their tokens at once.
 
     The policy goes first and its logits wait for the reference's, as in LLaMA-Factory (train/dpo/trainer.py, of float32

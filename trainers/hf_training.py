@@ -26,9 +26,9 @@ from autofit.errors import ConfigError, quoted
 from autofit.fakegpu.linear_loss import CUT, fuse
 
 from .common import on_host
-from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, Samples
+from .hf_data import Blocks, Collate, Labelled, Pairs, Rated, SampleCollator
 from .hf_ebft import EbftTrainer, Strides
-from .hf_losses import AsftTrainer, DpoTrainer, GkdTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
+from .hf_losses import AsftTrainer, GkdTrainer, HfDpoTrainer, KtoTrainer, LabelTrainer, PairsTrainer, RewardTrainer
 from .hf_parts import (
     Allocates,
     add_bottlenecks,
@@ -107,7 +107,7 @@ def _made(config: TrlConfig, rows: Dataset, evaluation: Dataset | None, tokenize
         return AsftTrainer(**common)
     if training.objective == "kto":
         return KtoTrainer(**common, keeps_logits=training.keeps_logits)
-    return DpoTrainer(**common)
+    return HfDpoTrainer(**common)
 
 
 def tokenizer_of(config: TrlConfig) -> Any:
@@ -244,7 +244,7 @@ def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
     if training.block_diagonal:
         flash = model.config._attn_implementation in _VARIABLE_LENGTHS
         return Blocks(**common, flash=flash, dtype=computed_in(config, model))
-    return Samples(**common, attends=bool(training.packing))
+    return SampleCollator(**common, attends=bool(training.packing))
 
 
 def computed_in(config: TrlConfig, model: Any) -> torch.dtype:

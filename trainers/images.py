@@ -55,7 +55,7 @@ class Vision(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class PatchGrid:
     """Patches of an image whose sides are multiples of `merge` patches, within limits of pixels."""
 
     patch: int
@@ -171,7 +171,7 @@ def vision_of(config: Any, model: str) -> Vision:
         least, most = _limits(model)
         patch = vision.patch_size
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-        return Grid(
+        return PatchGrid(
             patch=patch, merge=vision.spatial_merge_size, values=channels * vision.temporal_patch_size * patch**2,
             least_pixels=least, most_pixels=most, in_made_up=in_made_up,
         )  # fmt: skip

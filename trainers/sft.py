@@ -39,7 +39,7 @@ from .trl_config import TrlConfig
 _IGNORED = -100  # label of a token that the loss ignores
 
 
-class _Prepared(PreparedRows, SFTTrainer):  # type: ignore[misc]
+class _PreparedSft(PreparedRows, SFTTrainer):  # type: ignore[misc]
     """Trains on rows already tokenised by TRL."""
 
 
@@ -172,7 +172,7 @@ class SftTrainer(SamplesTrainer):
             return probed(SFTTrainer, trl_sft, config, row, processing_class=processor_of(config))
         config.training.assistant_only_loss = False  # the labels already select the tokens of the loss
         row, evaluated = _row(config, worst_case), _row(config, worst_case, evaluated=True)
-        trainer = probed(_Prepared, trl_sft, config, row, evaluated=evaluated, **for_text(config))
+        trainer = probed(_PreparedSft, trl_sft, config, row, evaluated=evaluated, **for_text(config))
         pad(trainer, config, worst_case, shorter_sample)
         return trainer
 

@@ -26,7 +26,7 @@ from autofit.fakegpu.patches.cuda_api import active_gpu
 from autofit.fakegpu.patches.vllm import FakeEngine, weights_bytes
 from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.frontends import verl_recipe
-from autofit.frontends.verl import SGLANG, Settings
+from autofit.frontends.verl import SGLANG, VerlSettings
 from autofit.frontends.verl_rules import SHARDED_HEAD, cut_responses, without_room
 from autofit.plugin.loop import Loop, LoopTrainer, Setup
 from autofit.plugin.models import go_offline_without_a_hub, model_config
@@ -68,7 +68,7 @@ class VerlLoop(Loop):
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, settings: Settings, setup: Setup, *, folder: Path, version: int, reshards: bool) -> None:
+    def __init__(self, settings: VerlSettings, setup: Setup, *, folder: Path, version: int, reshards: bool) -> None:
         offloads = version == 2 and settings.offload_policy
         if offloads:  # the engine turns verl's own offloads off
             settings = replace(settings, param_offload=False, optimizer_offload=False)
@@ -106,7 +106,7 @@ class VerlLoop(Loop):
         self.sleep()
         self.rollout_share = 1 / settings.steps_of_a_generation  # a simulated step has a whole generation
 
-    def take(self, settings: Settings) -> None:
+    def take(self, settings: VerlSettings) -> None:
         """Go on with other sizes, offloads, ways to compute and another engine, between two steps.
 
         What the engine of the rollout holds is freed before the next one starts.
@@ -346,7 +346,7 @@ class VerlRun:
     scoring_share = 0.0
     steps_between_saves = 1
 
-    def __init__(self, loop: VerlLoop, settings: Settings, *, steps: int) -> None:
+    def __init__(self, loop: VerlLoop, settings: VerlSettings, *, steps: int) -> None:
         self.loop, self.last_step = loop, steps
         self.samples_per_step = settings.samples / settings.ulysses_sequence_parallel_size  # each rank's share of them
         self.tokens_per_step = int(self.samples_per_step * settings.tokens)
@@ -377,7 +377,9 @@ class VerlVisits:
     Before and after each the card holds what it holds between two generations.
     """
 
-    def __init__(self, loop: VerlLoop, settings: Callable[[Mapping[str, object]], Settings], report: Report) -> None:
+    def __init__(
+        self, loop: VerlLoop, settings: Callable[[Mapping[str, object]], VerlSettings], report: Report
+    ) -> None:
         self._loop, self._settings = loop, settings
         self.rollout_share = loop.rollout_share
         loop.update(0, report)
@@ -419,7 +421,7 @@ _UPDATED = (
 )  # fmt: skip
 
 
-def read_by(settings: Settings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+def read_by(settings: VerlSettings) -> Mapping[str, tuple[tuple[str, ...], ...]]:
     """The keys that each phase reads. Of an engine that never sleeps each phase holds its share, as between two."""
     served = ("tensor_model_parallel_size",) if settings.free_cache_engine else _ENGINE
     found: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -440,7 +442,7 @@ class VerlTrainer(LoopTrainer):
     """`python -m verl.trainer.main_ppo` with FSDP and vLLM, simulated."""
 
     name: ClassVar[str] = "verl"
-    settings: ClassVar[type] = Settings
+    settings: ClassVar[type] = VerlSettings
     space: ClassVar[Path] = Path(str(resources.files("autofit.search_spaces").joinpath("verl.yaml")))
     keys: ClassVar[BatchKeys] = BatchKeys(
         micro_batch="ppo_micro_batch_size_per_gpu", rollout="steps_per_generation", group="rollout_n",
@@ -466,10 +468,10 @@ class VerlTrainer(LoopTrainer):
     def loop(self, settings: Any, setup: Setup) -> Loop:
         raise ConfigError(_ONLY_SIMULATED)
 
-    def model_name(self, settings: Settings) -> str:
+    def model_name(self, settings: VerlSettings) -> str:
         return settings.model_path
 
-    def longest_sample(self, settings: Settings) -> dict[str, Any]:
+    def longest_sample(self, settings: VerlSettings) -> dict[str, Any]:
         return {"tokens": settings.max_prompt_length}
 
     def inspect(self, values: Mapping[str, object], inspection: Inspection) -> Facts:
@@ -496,7 +498,7 @@ class VerlTrainer(LoopTrainer):
             left_out={"use_fused_kernels": SHARDED_HEAD} if alone else {},
         )  # fmt: skip
 
-    def _keep_model(self, settings: Settings, config: Any, inspection: Inspection) -> int:
+    def _keep_model(self, settings: VerlSettings, config: Any, inspection: Inspection) -> int:
         """The parameters of the actor; its config and the critic's are kept beside the longest sample."""
         _check_sharing(settings, config)
         config.save_pretrained(inspection.worst_case.folder / _MODEL)
@@ -517,13 +519,13 @@ class VerlTrainer(LoopTrainer):
             self._loop(self._settings(values, task), task), lambda changed: self._settings(changed, task), report
         )
 
-    def _settings(self, values: Mapping[str, object], task: Task) -> Settings:
+    def _settings(self, values: Mapping[str, object], task: Task) -> VerlSettings:
         if task.worst_case is None:
             raise ConfigError(_ONLY_SIMULATED)
         settings = self.parse({key: value for key, value in values.items() if key != LAUNCH})
         return _served(settings, model_config(str(task.worst_case.folder / _MODEL)))[0]
 
-    def _loop(self, settings: Settings, task: Task) -> VerlLoop:
+    def _loop(self, settings: VerlSettings, task: Task) -> VerlLoop:
         assert task.worst_case is not None
         device = torch.device("cpu" if task.device == "cpu" else "cuda")
         if not torch.distributed.is_initialized():  # a rank on the CPU
@@ -537,7 +539,7 @@ class VerlTrainer(LoopTrainer):
         raise ConfigError(_NOT_COMPARED)
 
 
-def _served(settings: Settings, config: Any) -> tuple[Settings, str]:
+def _served(settings: VerlSettings, config: Any) -> tuple[VerlSettings, str]:
     """(the settings with responses as long as the engine makes them, why they are cut). Raises ConfigError."""
     positions = settings.max_position_embeddings or getattr(config, "max_position_embeddings", None)
     prompt, stated = settings.max_prompt_length, settings.max_model_len
@@ -548,7 +550,7 @@ def _served(settings: Settings, config: Any) -> tuple[Settings, str]:
     return replace(settings, max_response_length=min(response, (longest or prompt + response) - prompt)), cut
 
 
-def _text_config(settings: Settings, name: str, key: str) -> Any:
+def _text_config(settings: VerlSettings, name: str, key: str) -> Any:
     """The config of the model `name`, which the setting `key` gave. Raises ConfigError."""
     try:
         config = model_config(name, trust_remote_code=settings.trust_remote_code)
@@ -562,7 +564,7 @@ def _text_config(settings: Settings, name: str, key: str) -> Any:
     return config
 
 
-def _reads_shards_of_the_head(values: Mapping[str, object], settings: Settings, inspection: Inspection) -> bool:
+def _reads_shards_of_the_head(values: Mapping[str, object], settings: VerlSettings, inspection: Inspection) -> bool:
     """Whether fused kernels would read weights of the head that FSDP2 has sharded."""
     if inspection.device == "cpu" or Launch.of(values).sharding != "fsdp2":
         return False
@@ -579,7 +581,7 @@ def _check_values(config: Any) -> None:
         )
 
 
-def _check_sharing(settings: Settings, config: Any) -> None:
+def _check_sharing(settings: VerlSettings, config: Any) -> None:
     """Raise ConfigError where Ulysses cannot deal the heads to its ranks (apply_monkey_patch)."""
     size = max(settings.ulysses_sequence_parallel_size, settings.ref_ulysses_sequence_parallel_size)
     heads = getattr(config, "num_attention_heads", size)

@@ -14,13 +14,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from autofit.fakegpu.patches.cuda_api import active_gpu
-from autofit.frontends.verl import Settings
+from autofit.frontends.verl import VerlSettings
 
 from .verl_engine import DTYPES, Engine, checkpointed, fuse_head
 from .verl_losses import value_loss
 
 
-def random_model(settings: Settings, folder: str, *, dtype: str, lora: bool) -> torch.nn.Module:
+def random_model(settings: VerlSettings, folder: str, *, dtype: str, lora: bool) -> torch.nn.Module:
     """The model of the config in `folder` with random weights in host memory, before it is sharded."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     with _by_flash_attn(config):
@@ -55,7 +55,7 @@ _HUB_KERNELS = (
 )
 
 
-def value_model(settings: Settings, folder: str) -> torch.nn.Module:
+def value_model(settings: VerlSettings, folder: str) -> torch.nn.Module:
     """The critic: the layers of the config in `folder` and a head of one number (utils/model.py, load_valuehead_model).
 
     verl sets its attention itself.
@@ -72,7 +72,7 @@ def value_model(settings: Settings, folder: str) -> torch.nn.Module:
     return made
 
 
-def _with_lora(model: Any, settings: Settings) -> torch.nn.Module:
+def _with_lora(model: Any, settings: VerlSettings) -> torch.nn.Module:
     """verl's adapters, cast to the dtype of the base (transformer_impl.py, _build_lora_module)."""
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -106,7 +106,7 @@ MASK = "response_mask"
 class Samples:
     """Synthetic samples of full length on a device, for a number of `rows`."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
+    def __init__(self, settings: VerlSettings, device: torch.device) -> None:
         self._settings, self._device = settings, device
 
     def micro_batch(self, rows: int, *names: str) -> dict[str, torch.Tensor]:
@@ -194,7 +194,7 @@ def score(
 class Critic:
     """The critic of one rank; it makes its micro-batches by tokens, whatever the config says (`Settings.critic_*`)."""
 
-    def __init__(self, settings: Settings, folder: str, device: torch.device) -> None:
+    def __init__(self, settings: VerlSettings, folder: str, device: torch.device) -> None:
         version = 2 if settings.critic_sharding == "fsdp2" else 1
         offloads = version == 2 and settings.critic_offload_policy
         if offloads:  # the engine turns verl's own offloads off

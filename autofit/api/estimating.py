@@ -24,7 +24,7 @@ from autofit.api.reading import (
 )
 from autofit.api.tables import Shown
 from autofit.errors import Cancelled, ConfigError, EnvironmentFault, at_least_one, told
-from autofit.files import Scratch
+from autofit.files import ScratchFolder
 from autofit.forecast.advice import Advice, Ending, advice_lines, ending_words, float32_words, then_lines
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import Crash, Estimator, crash_of, estimate_json, estimate_table
@@ -41,8 +41,7 @@ from autofit.recipe.as_of import Then, read_libraries, then_of, without_proposal
 from autofit.recipe.findings import Severity, StatedLaunch, quantised
 from autofit.recipe.launching import NO_OPTIONS, LaunchOptions, launch_options
 from autofit.recipe.recipe import Recipe
-from autofit.scripts.libraries import Asked as AskedOfLibraries
-from autofit.scripts.libraries import Libraries, Theirs, Today, asked_of, run_with
+from autofit.scripts.libraries import AskedRecipe, Libraries, Theirs, Today, asked_of, run_with
 from autofit.space.knob import space_knobs
 from autofit.space.space import Space
 from autofit.space.traits import describe_left_out
@@ -205,13 +204,13 @@ class Asked:
             tell(Event(label="note", text=f"no typical step: {error}"))
             return None
 
-    def of_libraries(self, made: Estimator) -> AskedOfLibraries | None:
+    def of_libraries(self, made: Estimator) -> AskedRecipe | None:
         """The recipe for the libraries of the named environment, if one was named. Raises ConfigError."""
         if self.libraries is None:
             return None
         return asked_of(made.recipe, gpu=made.device.removeprefix("sim:"), target_bytes=made.capacity_bytes)
 
-    def theirs(self, asked: AskedOfLibraries | None, made: Estimator, tell: OnEvent) -> Theirs | None:
+    def theirs(self, asked: AskedRecipe | None, made: Estimator, tell: OnEvent) -> Theirs | None:
         """Prediction of the recipe's memory with those libraries, if they were named."""
         if self.libraries is None or asked is None:
             return None
@@ -226,7 +225,7 @@ class Asked:
 @contextlib.contextmanager
 def estimator(asked: Asked, tell: OnEvent, *, server: ForkServer | None = None) -> Iterator[Estimator]:
     """The estimator of one recipe on one simulated card; its own server, by default, lives as long as the block."""
-    with named_as_arguments(), Scratch("estimate-") as folder:
+    with named_as_arguments(), ScratchFolder("estimate-") as folder:
         at_least_one("prompt-tokens", asked.prompt_tokens)
         if asked.as_of is not None:
             read_libraries(asked.as_of)

@@ -115,7 +115,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class WatchedRun:
     """A promoted run: running, or one of the last that ended. None is "unknown"."""
 
     study: str
@@ -144,7 +144,7 @@ class Snapshot(Shown):
     cards: tuple[Card, ...]
     host: Host
     probes: tuple[Probe, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[WatchedRun, ...]
 
     def to_dict(self) -> dict[str, object]:
         """The object that `autofit monitor --json` prints: plain values only."""
@@ -232,10 +232,12 @@ class Watch:
             device_used_bytes=_on_cards(_pids(use), cards),
         )  # fmt: skip
 
-    def _run(self, run: PromotedRun, use: ProcessUse | None, cpu_frac: float | None, cards: Sequence[CardUse]) -> Run:
+    def _run(
+        self, run: PromotedRun, use: ProcessUse | None, cpu_frac: float | None, cards: Sequence[CardUse]
+    ) -> WatchedRun:
         last = self._runs.last_line(run)
         told = [event.text.partition("\n")[0] for event in run.events if event.text != run.verdict]
-        return Run(
+        return WatchedRun(
             study=run.study, trial=run.trial, device=run.device, state=run.state, progress=self._runs.progress(run),
             contract=run.rows, kept=run.kept, verdict=run.verdict, last_event=told[-1] if told else "",
             rss_bytes=None if use is None else use.rss_bytes, cpu_frac=cpu_frac,
@@ -263,7 +265,7 @@ def _on_cards(pids: frozenset[int], cards: Iterable[CardUse]) -> int | None:
     return _total(used for card in cards for pid, used in card.processes or () if pid in pids)
 
 
-def _card(use: CardUse, owners: dict[int, str], ours: Sequence[tuple[frozenset[int], Run]], cards: int) -> Card:
+def _card(use: CardUse, owners: dict[int, str], ours: Sequence[tuple[frozenset[int], WatchedRun]], cards: int) -> Card:
     pids = {pid for pid, _ in use.processes or ()}
     here = [run for run_pids, run in ours if run_pids & pids or (cards == 1 and run.device == "cuda")]
     processes = None if use.processes is None else tuple(
@@ -351,7 +353,7 @@ def _probes(probes: Sequence[Probe]) -> Table:
     return _table("Running probes", names, rows, texts=("study", "changes"))
 
 
-def _runs(runs: Sequence[Run]) -> Table:
+def _runs(runs: Sequence[WatchedRun]) -> Table:
     names = ("run", "device", "state", "step", "left", "a step", "tokens/s", "reward", "memory", "retries", "cores",
              "study")  # fmt: skip
     rows = [
@@ -369,7 +371,7 @@ def _texts(*cells: str) -> tuple[Text, ...]:
     return tuple(map(Text, cells))
 
 
-def _progress(run: Run) -> tuple[str, ...]:
+def _progress(run: WatchedRun) -> tuple[str, ...]:
     now = run.progress
     if now is None:
         return (_NONE,) * 6
@@ -384,7 +386,7 @@ def _kind(of_memory: str) -> str:
     return of_memory.removeprefix("peak ").removesuffix(" memory")
 
 
-def _contracts(runs: Sequence[Run]) -> list[Table | str]:
+def _contracts(runs: Sequence[WatchedRun]) -> list[Table | str]:
     """Promised against actual of the runs at work, and the last thing that each said."""
     shown: list[Table | str] = []
     for run in (run for run in runs if run.state == "running"):

@@ -13,7 +13,7 @@ from autofit.folding import Folding
 from autofit.probing.launch import is_listed
 from autofit.promotion.run_folder import RunFolder, State
 from autofit.watching.contract import Row, contract_of, verdict_of
-from autofit.watching.events import EVENTS, PROGRESS, Kind, RunEvent, events_of, read_lines, read_progress
+from autofit.watching.events import EVENTS, PROGRESS, EventKind, RunEvent, events_of, read_lines, read_progress
 from autofit.watching.progress import RunProgress, progress_of
 
 _SHOWN = 12  # the last events in a report as text; JSON has all
@@ -51,7 +51,9 @@ class PromotedRun:
 
     def parts(self) -> list[Table | str]:
         """The table of the contract, the verdict, and the last events but what the table has."""
-        told = [e for e in self.events if e.kind not in (Kind.START, Kind.VERDICT) and "promise" not in e.data]
+        told = [
+            e for e in self.events if e.kind not in (EventKind.START, EventKind.VERDICT) and "promise" not in e.data
+        ]
         lines = [f"{_clock(e.time)} step {e.step}{_kind(e)}: {e.text}" for e in told[-_SHOWN:]]
         table: list[Table | str] = [contract_table(self.rows, title=self._title)] if self.rows else [self._title]
         return [*table, *([f"{_sentence(self.verdict)}"] if self.verdict else []), *lines]

@@ -27,7 +27,7 @@ from autofit.tuning.record import record_of
 from autofit.tuning.storage import use_storage
 from autofit.tuning.study import database_errors, load_study, trials_of
 from autofit.units import format_metric
-from autofit.watching.events import Kind, read_progress
+from autofit.watching.events import EventKind, read_progress
 from autofit.watching.thresholds import StatedGuards, read_guards
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def promote(
                 say(f"trial {promotion.trial.number} of {promotion.study}: the run is {how}{at}")
                 final = follow(
                     promotion, on_step or (lambda _: None),
-                    lambda event: tell(Event(text=event.text, verdict=event.kind is Kind.VERDICT)), place=say,
+                    lambda event: tell(Event(text=event.text, verdict=event.kind is EventKind.VERDICT)), place=say,
                     known=earlier,
                 )  # fmt: skip
             except KeyboardInterrupt:

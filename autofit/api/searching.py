@@ -25,7 +25,7 @@ from autofit.cluster.scheduler import Executor
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault
 from autofit.files import cache_folder, private_folder, write_atomically
 from autofit.forecast.advice import Ending, within
-from autofit.forecast.composed import Source
+from autofit.forecast.composed import PredictionSource
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast, Forecaster
 from autofit.forecast.predictions import (
@@ -368,7 +368,7 @@ class _Run:
             f"{too_large} cannot fit",
             label="predicted",
         )
-        if composed := forecast.sources.count(Source.COMPOSED):
+        if composed := forecast.sources.count(PredictionSource.COMPOSED):
             self._note(
                 f"{composed} of them from the effects of single settings, so none of these is ruled out; "
                 f"{forecast.traced} structures were traced",

@@ -178,7 +178,7 @@ def addresses_of(nodes: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class Queue:
+class SlurmQueue:
     """The states of all jobs of this user, asked for at most once in SQUEUE_EVERY_S, however often it is asked."""
 
     every_s: float = SQUEUE_EVERY_S
@@ -230,10 +230,10 @@ class Queue:
             self._states[job_id] = told
 
 
-_queue = Queue()
+_queue = SlurmQueue()
 
 
-def queue() -> Queue:
+def queue() -> SlurmQueue:
     """The one queue of this process."""
     return _queue
 

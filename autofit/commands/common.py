@@ -295,7 +295,7 @@ _NOTED_S = 1.0  # a step that took less has no bar worth keeping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ProgressStep:
     """A step at work: its words, and how long it may take, or took the last time."""
 
     words: str
@@ -332,7 +332,7 @@ class Bar:
     def __init__(self, command: str, what: str, *, shown: bool = True) -> None:
         self._of = f"{command} {what}"
         self._shown = shown
-        self._step: Step | None = None
+        self._step: ProgressStep | None = None
         self._live: Live | None = None
         self._told: list[str] = []  # above the line, until the step ends
 
@@ -342,7 +342,7 @@ class Bar:
         if not self._shown:
             return
         last_s = paces().get(f"{self._of} {words}")
-        self._step = Step(words=words, began_s=time.monotonic(), most_s=most_s, last_s=last_s)
+        self._step = ProgressStep(words=words, began_s=time.monotonic(), most_s=most_s, last_s=last_s)
         self._start()
 
     def tell(self, text: str) -> bool:

@@ -81,7 +81,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def _of_machine(told: Printed) -> int:
     """Say which cards this machine has, and whether CUDA starts on them."""
-    from autofit.files import Scratch
+    from autofit.files import ScratchFolder
     from autofit.hardware.health import look_at_cards
     from autofit.hardware.nvml import why_none
     from autofit.probing.fork_server import ForkServer
@@ -90,7 +90,7 @@ def _of_machine(told: Printed) -> int:
     if not look.cards and not look.faults:
         told("card", f"none, {why_none()}; probes are simulated (--gpu NAME) or run on the CPU (--device cpu)")
         return NOTHING_FITS if look.refused else DONE
-    with Scratch("doctor-") as folder:
+    with ScratchFolder("doctor-") as folder:
         server = ForkServer(folder)
         try:
             return DONE if _cards_work(look, server, folder, told) else NOTHING_FITS
@@ -126,7 +126,7 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     look_early(options, device=device)
     from autofit.api.reading import check_prompt_tokens, read_recipe, source_of
     from autofit.cluster.nodes import executor_findings
-    from autofit.files import Scratch
+    from autofit.files import ScratchFolder
     from autofit.frontends.writing import changed, on_card
     from autofit.hardware.hardware import has_bfloat16
     from autofit.hardware.health import look_at_cards
@@ -139,7 +139,7 @@ def _of_recipe(options: argparse.Namespace, told: Printed) -> int:
     own = on_card(
         changed(source_of(options.recipe, launch=launch), settings(options.set)), bfloat16=has_bfloat16(device)
     )
-    with Scratch("doctor-") as folder:
+    with ScratchFolder("doctor-") as folder:
         server = ForkServer(folder)
         try:
             check_prompt_tokens(options.prompt_tokens, device)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from autofit.api import Check, Estimate, Event, Progress, SearchResult
-    from autofit.scripts.changes import Offer
+    from autofit.scripts.changes import ScriptChange
     from autofit.scripts.running import ScriptCheck
 
 
@@ -139,7 +139,7 @@ def fit_check(options: argparse.Namespace) -> int:
     found = checked.found
     if not options.json:
         show_lines(str(found).splitlines())
-    made, sought, until = list["Offer"](), _lacks_room(checked) and advice_s > 0, time.monotonic() + advice_s
+    made, sought, until = list["ScriptChange"](), _lacks_room(checked) and advice_s > 0, time.monotonic() + advice_s
     for offer in _offers(options, checked, until) if sought else ():
         made.append(offer)
         if not options.json:
@@ -158,9 +158,9 @@ def _lacks_room(checked: "ScriptCheck") -> bool:
     return not checked.found.fits and checked.found.least_capacity_bytes is not None and bool(checked.arguments)
 
 
-def _offers(options: argparse.Namespace, checked: "ScriptCheck", until: float) -> "Iterator[Offer]":
+def _offers(options: argparse.Namespace, checked: "ScriptCheck", until: float) -> "Iterator[ScriptChange]":
     """Changes that make a failing script fit, as they are found `until` then."""
-    from autofit.scripts.changes import Advice, asked_again
+    from autofit.scripts.changes import ScriptAdvice, asked_again
 
     given = {"--gpu": options.gpu, "--target-vram": options.target_vram, "--prompt-tokens": options.prompt_tokens,
              "--steps": options.steps}  # fmt: skip
@@ -171,7 +171,7 @@ def _offers(options: argparse.Namespace, checked: "ScriptCheck", until: float) -
     try:
         named = ["-m"] * options.as_module + [str(options.script)]
         ask = asked_again(words, [*named, *options.arguments], until)
-        yield from Advice(seen=checked.arguments, ask=ask).offers(checked.found.to_dict())
+        yield from ScriptAdvice(seen=checked.arguments, ask=ask).offers(checked.found.to_dict())
     finally:
         bar.end()
 

@@ -64,7 +64,7 @@ class Block:
 
     __slots__ = ("address", "free", "key", "mapped", "next", "pool", "prev", "requested_bytes", "size")
 
-    def __init__(self, pool: Pool, address: int, size: int, free: bool, mapped: bool = True) -> None:
+    def __init__(self, pool: BlockPool, address: int, size: int, free: bool, mapped: bool = True) -> None:
         self.pool = pool
         self.address = address
         self.size = size
@@ -79,7 +79,7 @@ class Block:
         return self.address < other.address
 
 
-class Pool:
+class BlockPool:
     """Free blocks of one stream and size class, sorted by size, and unmapped ranges, sorted by address.
 
     `keys` are sorted whole numbers, because a search compares them several times faster than tuples or blocks.
@@ -125,7 +125,7 @@ class CachingAllocator:
         self.requested_bytes = self.peak_requested_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.segment_count = self.retry_count = self.oom_count = 0
-        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._pools: dict[tuple[int, bool], BlockPool] = {}
         self._next_address = 0
 
     # ------------------------------------------------------------------ public
@@ -227,7 +227,7 @@ class CachingAllocator:
         self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
         return missing
 
-    def _made(self, pool: Pool, size: int, nbytes: int) -> Block:
+    def _made(self, pool: BlockPool, size: int, nbytes: int) -> Block:
         """A new block, or `OutOfCapacityError` after cached blocks were freed and the request retried."""
         block = self._new_block(pool, size)
         if block is None:
@@ -259,7 +259,7 @@ class CachingAllocator:
     def copy(self, live: Mapping[int, Block]) -> tuple[CachingAllocator, dict[int, Block]]:
         """A deep copy of the allocator, and `live` (name -> block in use) with the blocks of the copy."""
         other = copy.copy(self)
-        other._pools = {key: Pool(small=pool.small) for key, pool in self._pools.items()}
+        other._pools = {key: BlockPool(small=pool.small) for key, pool in self._pools.items()}
         twins: dict[Block, Block] = {}
         for key, pool in self._pools.items():
             twins |= {block: other._pools[key].twin(block) for block in pool.of_key.values()}
@@ -295,13 +295,13 @@ class CachingAllocator:
         return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
     # ------------------------------------------------------------------ finding room
-    def _pool(self, stream: int, *, small: bool) -> Pool:
+    def _pool(self, stream: int, *, small: bool) -> BlockPool:
         pool = self._pools.get((stream, small))
         if pool is None:
-            pool = self._pools[stream, small] = Pool(small=small)
+            pool = self._pools[stream, small] = BlockPool(small=small)
         return pool
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: BlockPool, size: int) -> Block | None:
         at = bisect_left(pool.keys, size << _ADDRESS_BITS)
         if at == len(pool.keys):
             return None
@@ -316,7 +316,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _new_block(self, pool: Pool, size: int) -> Block | None:
+    def _new_block(self, pool: BlockPool, size: int) -> Block | None:
         if self.settings.expandable_segments:
             return self._expand(pool, size)
         segment = segment_bytes(size)
@@ -356,7 +356,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.size
         self.segment_count -= 1
 
-    def _release_oversized(self, pool: Pool, size: int) -> bool:
+    def _release_oversized(self, pool: BlockPool, size: int) -> bool:
         """With max_split_size set: free the smallest sufficient oversized block, or several, largest first."""
         limit = self.settings.max_split_size_bytes
         if limit == UNLIMITED or self.settings.expandable_segments:
@@ -376,7 +376,7 @@ class CachingAllocator:
         return False
 
     # ------------------------------------------------------------------ expandable segments
-    def _expand(self, pool: Pool, size: int) -> Block | None:
+    def _expand(self, pool: BlockPool, size: int) -> Block | None:
         """Map memory after (or before) free blocks until `size` contiguous bytes are available."""
         block = self._expandable_range(pool, size)
         if not block.mapped:
@@ -394,7 +394,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _expandable_range(self, pool: Pool, size: int) -> Block:
+    def _expandable_range(self, pool: BlockPool, size: int) -> Block:
         for hole in pool.unmapped:
             before = hole.prev
             start = before if before is not None and before.free and before.mapped else hole
@@ -470,7 +470,7 @@ def _roundup_power2(nbytes: int, divisions: int) -> int:
     return -(-nbytes // step) * step if step else nbytes
 
 
-def _prefer_inner(pool: Pool, at: int) -> int:
+def _prefer_inner(pool: BlockPool, at: int) -> int:
     """Rank a block by its size plus the unmapped range after it, so inner blocks are preferred (get_free_block)."""
 
     keys, of_key = pool.keys, pool.of_key

@@ -19,7 +19,7 @@ from autofit.fakegpu.allocator import MIN_BLOCK_BYTES, UNLIMITED, AllocatorSetti
 from autofit.fakegpu.clock import Clock, in_backward
 from autofit.fakegpu.depth.layers import LayerClock, LayerRecorder
 from autofit.fakegpu.kernels import blas_workspace_bytes
-from autofit.fakegpu.memory import Allocation, HostMemory, SimulatedMemory
+from autofit.fakegpu.memory import Allocation, HostTensors, SimulatedMemory
 from autofit.fakegpu.rates.collectives import nccl_bytes, nccl_note
 from autofit.fakegpu.rates.kernels import stand_in
 from autofit.fakegpu.replay import EventLog, least_capacity
@@ -35,7 +35,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhasePeak:
+class LivePeak:
     """Peak live bytes of one phase, and their categories at that moment."""
 
     name: str
@@ -79,7 +79,7 @@ class Timeline:
     """`live_bytes[category][i]`: bytes of that category alive after event i (512 B granules, before segment slack)."""
 
     live_bytes: Mapping[str, npt.NDArray[np.int64]]
-    phases: tuple[PhasePeak, ...]
+    phases: tuple[LivePeak, ...]
 
     @property
     def total_bytes(self) -> npt.NDArray[np.int64]:
@@ -138,7 +138,7 @@ def _live(nbytes: npt.NDArray[np.int64], categories: npt.NDArray[np.int64]) -> d
 
 def _phase_peaks(
     live: Mapping[str, npt.NDArray[np.int64]], marks: Sequence[tuple[int, str]], count: int
-) -> tuple[PhasePeak, ...]:
+) -> tuple[LivePeak, ...]:
     total = _total(live)
     moments: dict[str, int] = {}
     for (start, name), (end, _) in zip(marks, [*marks[1:], (count, "")], strict=True):
@@ -148,7 +148,7 @@ def _phase_peaks(
         if name not in moments or total[moment] > total[moments[name]]:
             moments[name] = moment
     return tuple(
-        PhasePeak(
+        LivePeak(
             name=name,
             peak_allocated_bytes=int(total[moment]),
             categories={key: int(values[moment]) for key, values in live.items()},
@@ -368,9 +368,9 @@ class FakeGpu:
             + "; see expert_imbalance of fake_gpu"
         )
 
-    def follow_host(self) -> HostMemory:
+    def follow_host(self) -> HostTensors:
         """Follow the tensors in the memory of the host from here on."""
-        host = self.tracer.host = HostMemory()
+        host = self.tracer.host = HostTensors()
         if self.layers is not None:
             self.layers.host, host.layer_at_work = host, self.layers.code
         return host

@@ -26,7 +26,7 @@ from autofit.fakegpu.engines.vllm import VllmEngine
 from autofit.fakegpu.kernels import Call, Times, flops, kernel_of, traffic
 from autofit.fakegpu.rates.collectives import COLLECTIVES, HOST, CollectiveSeconds
 from autofit.fakegpu.rates.kernels import Family, KernelSeconds, Work, family, matrices
-from autofit.fakegpu.specs import GpuSpec, HostCosts, Launch
+from autofit.fakegpu.specs import GpuSpec, HostCosts, LaunchOrigin
 
 # Which part of a training pass runs in this thread.
 
@@ -36,11 +36,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def launch() -> Launch:
+def launch() -> LaunchOrigin:
     """Present origin of launches: in backward autograd's engine, unless a layer's forward runs once more."""
     if torch.is_grad_enabled():
-        return Launch.RECORDED
-    return Launch.AUTOGRAD if in_backward() else Launch.PLAIN
+        return LaunchOrigin.RECORDED
+    return LaunchOrigin.AUTOGRAD if in_backward() else LaunchOrigin.PLAIN
 
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ class OperationLog(Protocol):
     def host_work(self, launches: float, *, alone: bool) -> None: ...
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: LaunchOrigin
     ) -> None: ...
 
     def moment(self, lanes: Sequence[int]) -> int: ...
@@ -234,7 +234,7 @@ class Clock:
             work = Work("copy_", _shapes((out,)), rate, _dtype(out).itemsize, False, nbytes, 0)
             self.log.aside = stream != MAIN
             self.log.lanes = (Lane.GPU,) if stream == MAIN else (Lane.COPIES, *self._copying(stream))
-            self.log.kernel(func, (), out, work=work, times=(0,), by=Launch.PLAIN)
+            self.log.kernel(func, (), out, work=work, times=(0,), by=LaunchOrigin.PLAIN)
             self.log.aside, self.log.lanes = False, (Lane.GPU,)
             if waits:
                 self._host_waits(Lane.GPU if stream == MAIN else Lane.COPIES)
@@ -265,7 +265,7 @@ class Clock:
             rate = call.nbytes / seconds / self.kernels.flops_frac
             work = Work(call.kind, _shapes(call.tensors), rate, item_bytes, False, call.nbytes, 0)
             self.log.aside, self.log.lanes = not blocks, (lane, Lane.GATHERS, Lane.REDUCTIONS, *before)
-            self.log.kernel(func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=Launch.PLAIN)
+            self.log.kernel(func, (), call.tensors, work=work, times=(0,) * len(call.tensors), by=LaunchOrigin.PLAIN)
             self.log.aside, self.log.lanes = False, (Lane.GPU,)
             if blocks:
                 self.log.wait((Lane.GPU,), self.log.moment((lane,)))
@@ -376,7 +376,7 @@ class Clock:
         work = Work("", (), rate, 0, False, flops, nbytes)
         self._run(_Cost(work, None, *self.kernels.seconds(work), True), launch())
 
-    def _run(self, cost: _Cost, by: Launch) -> None:
+    def _run(self, cost: _Cost, by: LaunchOrigin) -> None:
         work = cost.work
         self.host_s += self.costs.of(by)
         start_s = max(self.gpu_s, self.host_s)

@@ -372,7 +372,7 @@ def held_bytes(nbytes: Ints, pinned: Ints) -> tuple[Ints, Ints]:
     return np.cumsum(np.where(pinned == 1, 0, nbytes)) + kept, kept
 
 
-class HostMemory:
+class HostTensors:
     """Follows the storages of fake tensors on the CPU, from the operation that made each to its end.
 
     `owners` has the layer of each storage and `pinned` whether it is pinned, by its number in the log.

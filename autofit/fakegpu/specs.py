@@ -402,7 +402,7 @@ def gpu_spec(name: str) -> GpuSpec:
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
 
 
-class Launch(IntEnum):
+class LaunchOrigin(IntEnum):
     """Origin of a kernel's launch: Python with gradients off, Python with gradients recorded, or autograd."""
 
     PLAIN = 0
@@ -433,6 +433,6 @@ class HostCosts:
     view_s: float = 1.5e-6
     gpu_slowdown: float = 1.0
 
-    def of(self, launch: Launch) -> float:
+    def of(self, launch: LaunchOrigin) -> float:
         """Host seconds of one launch."""
         return (self.launch_s, self.recorded_launch_s, self.backward_launch_s)[launch]

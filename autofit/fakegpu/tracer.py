@@ -28,7 +28,7 @@ from autofit.fakegpu.kernels import (
     tensors,
 )
 from autofit.fakegpu.known_values import DATA_DEPENDENT, Shadows
-from autofit.fakegpu.memory import COPIES, HostMemory, SimulatedMemory, device_type, host_copy, pin
+from autofit.fakegpu.memory import COPIES, HostTensors, SimulatedMemory, device_type, host_copy, pin
 from autofit.fakegpu.op_cache import Shortcut
 from autofit.fakegpu.scratch import COPYING, nonzero_before, nonzero_beside, scratch_of
 
@@ -67,7 +67,7 @@ class Tracer(TorchDispatchMode):
         self._within_parts = False
         self.shortcut: Shortcut | None = None
         self._key: tuple[object, ...] | None = None  # of the operation under way: its inputs, if these tell its cost
-        self.host: HostMemory | None = None  # where the memory of the host is followed too
+        self.host: HostTensors | None = None  # where the memory of the host is followed too
         self.layers: LayerRecorder | None = None
         self.after: Callable[..., None] | None = None  # called for each operation with the clock's arguments
         self.groups: dict[str, int] = {}  # ranks of each process group that had a collective on the card

@@ -189,7 +189,7 @@ def _key(request: Request, worst_case: Path) -> str:
 # -- structures without a mass model of their own, phase by phase -----------------------------------------------------
 
 
-class Source(StrEnum):
+class PredictionSource(StrEnum):
     """Source of the prediction of a structure."""
 
     WHOLE = "whole"  # a model of this structure, of all variables
@@ -203,7 +203,7 @@ class Told:
 
     parts: Parts
     least_live_bytes: Floats  # what it may need if the effects do not add up but multiply; surely, of a whole model
-    source: Source
+    source: PredictionSource
 
     @property
     def live_bytes(self) -> Floats:
@@ -254,7 +254,7 @@ class Composer:
             engine, prompt = made.model.engine, self.prompt_tokens
             sure = parts.with_evaluated(made.evaluated, least=True).with_engine(engine, prompt)
             whole = parts.with_engine(engine, prompt)
-            return Told(parts=whole, least_live_bytes=sure.live_bytes, source=Source.WHOLE)
+            return Told(parts=whole, least_live_bytes=sure.live_bytes, source=PredictionSource.WHOLE)
         if (effects := self._effects(structure, shapes)) is None:
             return None
         seconds, engine = dict(parts.seconds), made.model.engine
@@ -266,10 +266,10 @@ class Composer:
         added = self._composed(changed_bytes(parts.peaks, effects), seconds, shapes, engine)
         live = added.live_bytes
         if structure in self.sketches:
-            return Told(parts=added, least_live_bytes=live, source=Source.SKETCHED)
+            return Told(parts=added, least_live_bytes=live, source=PredictionSource.SKETCHED)
         multiplied = self._composed(changed_bytes(parts.peaks, effects, multiplied=True), seconds, shapes, engine)
         least = np.clip(np.minimum(live, multiplied.live_bytes), 0.0, None)
-        return Told(parts=added, least_live_bytes=least, source=Source.COMPOSED)
+        return Told(parts=added, least_live_bytes=least, source=PredictionSource.COMPOSED)
 
     def _composed(
         self, peaks: Mapping[str, Floats], seconds: Mapping[str, Floats], shapes: tuple[Shape, ...],

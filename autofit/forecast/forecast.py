@@ -19,7 +19,7 @@ from autofit.fakegpu.formula.formula import Floats
 from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import gpu_spec
 from autofit.files import read_json
-from autofit.forecast.composed import Composer, Request, Source, Told, Workshop, pairs
+from autofit.forecast.composed import Composer, PredictionSource, Request, Told, Workshop, pairs
 from autofit.forecast.phases import Itinerary, predicted, toured
 from autofit.forecast.predictions import (
     LARGE,
@@ -128,7 +128,7 @@ class Forecast:
     found: Sorted
     composer: Composer | None = None
     least_live_bytes: Floats | None = None  # of each candidate, if composed effects multiply instead of adding up
-    sources: tuple[Source | None, ...] = ()  # of each candidate's prediction; None without one
+    sources: tuple[PredictionSource | None, ...] = ()  # of each candidate's prediction; None without one
 
     @property
     def crashed(self) -> Mapping[Setting, str]:
@@ -200,7 +200,7 @@ def _forecast(found: Sorted, composer: Composer, context_bytes: int) -> Forecast
         if told is not None:
             live[places], least[places] = told.live_bytes[order], told.least_live_bytes[order]
             step[places], rollout[places] = told.parts.step_s[order], told.parts.before_update_s[order]
-            if told.source is Source.WHOLE and not problem:
+            if told.source is PredictionSource.WHOLE and not problem:
                 floor[places] = context_bytes + told.least_live_bytes[order]
             sources[places] = told.source
     predictions = Predictions(

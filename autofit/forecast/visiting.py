@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 
 from autofit.fakegpu.depth.stack import LongerPatternError
-from autofit.files import Scratch, write_json, written_json
+from autofit.files import ScratchFolder, write_json, written_json
 from autofit.plugin.protocol import LOAD, Report, Task, VisitedTrainer, Visits, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.plugin.registry import load
-from autofit.probing.simulated import SimMemory, Stretch, layers_alike, needs_all_layers
+from autofit.probing.simulated import LiveStretch, SimMemory, layers_alike, needs_all_layers
 from autofit.probing.supervise import shared_out
 from autofit.recipe.launch import split
 from autofit.recipe.secrets import opened
@@ -86,7 +86,7 @@ class Tour:
         trainer, (launch, values) = cast(VisitedTrainer, load(self._trainer)), split(self._values)
         memory = SimMemory(self._device, None)
         card = memory.card(pattern=pattern)
-        with simulated_rank(launch, 0, device=self._device), card, Scratch("visits-") as folder:
+        with simulated_rank(launch, 0, device=self._device), card, ScratchFolder("visits-") as folder:
             task = Task(device=self._device, output=folder, worst_case=WorstCase(path=self._worst_case), steps=1)
             visits = _Visits(memory, limit_bytes, own=self._stated)
             tour = trainer.visits(values, task, visits.marks)
@@ -109,7 +109,7 @@ class _Visits:
     """The visits of one process, on one card."""
 
     def __init__(self, memory: SimMemory, limit_bytes: int | None, *, own: Mapping[str, object]) -> None:
-        self.marks, self.refused = _Marks(memory), set[int]()
+        self.marks, self.refused = _VisitMarks(memory), set[int]()
         self._memory, self._limit_bytes, self._own = memory, limit_bytes, own
         self._made, self._broken = 0, False
 
@@ -157,7 +157,7 @@ class _Visits:
         return number
 
 
-class _Marks(Report):
+class _VisitMarks(Report):
     """Marks of a simulated card at each change of phase, with the number of the visit."""
 
     def __init__(self, memory: SimMemory) -> None:
@@ -175,7 +175,7 @@ class _Marks(Report):
         return left
 
 
-def _by_visit(stretches: Sequence[Stretch]) -> dict[int, dict[str, Any]]:
+def _by_visit(stretches: Sequence[LiveStretch]) -> dict[int, dict[str, Any]]:
     """{number of a visit: bytes held before it, and the most bytes and the seconds of each of its phases}."""
     found: dict[int, dict[str, Any]] = {}
     for each in stretches:

@@ -20,7 +20,7 @@ import numpy as np
 
 from autofit.fakegpu import FakeGpu, fake_gpu, gpu_spec
 from autofit.fakegpu.clock import KnownCosts
-from autofit.fakegpu.depth.expand import Mark, Run, expanded
+from autofit.fakegpu.depth.expand import Mark, TracedRun, expanded
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import (
     TRACED_UNITS,
@@ -37,7 +37,7 @@ from autofit.fakegpu.linear_loss import in_proportion
 from autofit.fakegpu.op_cache import Known
 from autofit.fakegpu.rates.kernels import KernelSeconds
 from autofit.fakegpu.specs import HostCosts
-from autofit.files import Scratch, write_json, written_json
+from autofit.files import ScratchFolder, write_json, written_json
 from autofit.forecast.evaluation import BETWEEN, LAST, OF_MICRO_BATCH, Evaluated, Parts, plain
 from autofit.forecast.predictions import LATER, Shape, accumulation_of
 from autofit.hardware.calibration import host_costs
@@ -184,7 +184,7 @@ class Recording:
             changed["lora_r"] = point.rank
         passes = int(cast(int, changed.get(keys.reuse or "")) or 1)
         marks = _Marks(gpu, accumulation=point.accumulation, served=passes * point.chunk, evaluates=evaluates)
-        with Scratch("trace-") as folder:
+        with ScratchFolder("trace-") as folder:
             task = Task(device=self.device, output=folder, worst_case=self.worst_case, steps=2)
             launch = Launch.of(self.values)
             marks.is_alone = launch.is_alone
@@ -200,7 +200,7 @@ class Recording:
         return marks
 
 
-def _peaks(run: Run) -> dict[str, int]:
+def _peaks(run: TracedRun) -> dict[str, int]:
     """Peak live bytes of each phase of a run over its allocations, unrounded."""
     live = np.cumsum(run.nbytes)
     found: dict[str, int] = {}
@@ -211,7 +211,7 @@ def _peaks(run: Run) -> dict[str, int]:
     return found
 
 
-def _update_s(run: Run, first: int) -> float:
+def _update_s(run: TracedRun, first: int) -> float:
     """Seconds of forward, backward and optimizer from mark number `first` on."""
     ends = [*run.seconds(), 0.0]
     return sum(

@@ -95,7 +95,7 @@ _FSDP2 = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class SwiftTraining:
     """Arguments of a training that a script starts, with TYPE among them, its ranks, and what to know of the script."""
 
     values: Mapping[str, object]
@@ -103,7 +103,7 @@ class Training:
     notes: tuple[str, ...] = ()
 
 
-def training(text: str, *, folder: Path) -> Training:
+def training(text: str, *, folder: Path) -> SwiftTraining:
     """The first training that a script starts. Raises ConfigError if it starts none."""
     found = list(started(text))
     if not found and any(command.words[:1] == ("megatron",) for command in commands(text)):
@@ -118,7 +118,7 @@ def training(text: str, *, folder: Path) -> Training:
     values = {**sharing.of_accelerate(config), **values}
     notes = (f"the script starts {len(found)} trainings; the first is read",) if len(found) > 1 else ()
     values |= {TYPE: kind, "ENV": environment}
-    return Training(values=values, ranks=_ranks(command, environment, config), notes=notes)
+    return SwiftTraining(values=values, ranks=_ranks(command, environment, config), notes=notes)
 
 
 def of_script(text: str, *, folder: Path, ranks: int | None = None) -> Foreign:

@@ -251,7 +251,7 @@ def _explained_script(text: str, path: Path, ranks: int | None) -> Explanation:
         return _named(tool, path, lambda: hf_script.explain(text, folder=folder, ranks=ranks))
     if tool != VERL.name:
         read = ms_swift.training if tool == MS_SWIFT.name else tools.training
-        started: ms_swift.Training | tools.Training = _named(tool, path, lambda: read(text, folder=folder))
+        started: ms_swift.SwiftTraining | tools.Training = _named(tool, path, lambda: read(text, folder=folder))
         of = started.tool if isinstance(started, tools.Training) else MS_SWIFT
         said = tools.explain(of, started.values, ranks=started.ranks if ranks is None else ranks)
         return _with_recipe(said, lambda: _recipe_of_script(path, text, ranks))

@@ -83,7 +83,7 @@ class Started(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrlTraining:
     """A training that a script starts: TRL's trainer, its values with those of the launch, and notes on it."""
 
     kind: str
@@ -96,7 +96,7 @@ class Training:
     fixed: frozenset[str]  # keys that the script does not take
 
 
-def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
+def training(text: str, *, folder: Path, ranks: int | None = None) -> TrlTraining:
     """The first training that a script starts, on `ranks` where they are told beside it. Raises ConfigError."""
     found = list(started(text, folder))
     if not found:
@@ -142,7 +142,7 @@ def training(text: str, *, folder: Path, ranks: int | None = None) -> Training:
         count = started_ranks(before, told, command.variables)
     check_certain([key for key, value in values.items() if UNSURE in str(value) and key not in _HARMLESS])
     values = {key: value for key, value in values.items() if UNSURE not in str(value)}
-    return Training(
+    return TrlTraining(
         kind=kind, values=values, ranks=count if isinstance(count, int) else None, notes=tuple(notes),
         keys=keys | names,
         fixed=frozenset() if file is None or file.takes_models else _OF_MODEL_CONFIG - file.own.keys(),

@@ -95,7 +95,7 @@ class VerlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class VerlBatch:
     """The batch of a config under FSDP. `micro` is None with dynamic micro-batches, or if it is unset."""
 
     prompts: int  # of a generation
@@ -155,7 +155,7 @@ BATCH_KEYS = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOU
               "trainer.n_gpus_per_node", f"{ACTOR}.ppo_epochs")  # fmt: skip
 
 
-def batch_of(config: VerlConfig) -> Batch | None:
+def batch_of(config: VerlConfig) -> VerlBatch | None:
     """The batch, if its numbers are whole, and the strategy is FSDP."""
     found = [config.whole(name) for name in BATCH_KEYS]
     if None in found or config.strategy not in FSDP_STRATEGIES:
@@ -165,7 +165,7 @@ def batch_of(config: VerlConfig) -> Batch | None:
     shards = max(1, nodes * each // sequence_parallel(config))
     minis = [mini, config.whole("critic.ppo_mini_batch_size") or mini] if has_critic(config) else [mini]
     multiple = math.lcm(shards, *(group * size for size in minis)) if config.is_on("trainer.use_v1") else 1
-    return Batch(
+    return VerlBatch(
         prompts=prompts, mini_prompts=mini, group=group, gpus=nodes * each, shards=shards,
         micro=None if dynamic else config.whole(f"{ACTOR}.ppo_micro_batch_size_per_gpu"), epochs=epochs,
         multiple=multiple,
@@ -334,7 +334,7 @@ _USUAL = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class VerlKey:
     """A key of verl that the recipe takes over: its path, verl's default of it, and a path whose value comes before."""
 
     path: str
@@ -348,15 +348,15 @@ class Key:
 
 def _key(path: str, other: object = None, like: str | None = None, *, default: object = _USUAL) -> Any:
     """A setting that is the key `path` of verl: its default is verl's, unless another one is given."""
-    key = Key(path, other, like)
+    key = VerlKey(path, other, like)
     return field(default=key.usual if default is _USUAL else default, metadata={"key": key})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class VerlSettings:
     """The keys of a recipe: verl's own by their last names, and three that follow from its batch."""
 
-    model_path: str = field(metadata={"key": Key(f"{M}.path")})
+    model_path: str = field(metadata={"key": VerlKey(f"{M}.path")})
     ppo_micro_batch_size_per_gpu: int = _key(f"{A}.ppo_micro_batch_size_per_gpu", default=1)
     gradient_accumulation_steps: int = 1  # micro-batches of an optimizer step on each rank
     steps_per_generation: int = 1  # micro-batches of a generation on each rank
@@ -389,7 +389,7 @@ class Settings:
     lora_alpha: int = _key(f"{M}.lora_alpha", 16)
     lora_merge: bool = _key(f"{M}.lora.merge", False)  # the rollout engine has merged weights, and no adapters
     target_modules: str | list[str] = field(
-        default="all-linear", metadata={"key": Key(f"{M}.target_modules", "all-linear")}
+        default="all-linear", metadata={"key": VerlKey(f"{M}.target_modules", "all-linear")}
     )
     attn_implementation: str = _key(f"{M}.override_config.attn_implementation", "flash_attention_2")
     use_torch_compile: bool = _key(f"{FSDP}.use_torch_compile", True)
@@ -501,7 +501,7 @@ class Settings:
 
 
 # {key of the recipe: verl's}
-KEYS: Mapping[str, Key] = {f.name: f.metadata["key"] for f in fields(Settings) if "key" in f.metadata}
+KEYS: Mapping[str, VerlKey] = {f.name: f.metadata["key"] for f in fields(VerlSettings) if "key" in f.metadata}
 
 
 # -- all keys of a config of verl -------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from autofit.frontends.verl import (
     SGLANG,
     UNSURE,
     A,
-    Batch,
     F,
-    Key,
     M,
     R,
+    VerlBatch,
     VerlConfig,
+    VerlKey,
     batch_of,
     file_notes,
     has_critic,
@@ -150,7 +150,7 @@ def _on_the_host(model: str) -> dict[str, object]:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def _said(config: VerlConfig, named: Key) -> object:
+def _said(config: VerlConfig, named: VerlKey) -> object:
     """The value of the config, else verl's default, if either has one."""
     own = config.said.get(named.path)
     if own is None and named.like is not None:
@@ -158,7 +158,7 @@ def _said(config: VerlConfig, named: Key) -> object:
     return named.usual if own is None or own == UNSURE else own
 
 
-def _value(config: VerlConfig, named: Key) -> object:
+def _value(config: VerlConfig, named: VerlKey) -> object:
     """The value in the type of verl's default."""
     given = _said(config, named)
     if isinstance(named.usual, bool):
@@ -194,7 +194,7 @@ def _dtype(key: str, given: str) -> str:
     return _DTYPES[given]
 
 
-def _sizes(config: VerlConfig, batch: Batch, found: Mapping[str, object]) -> dict[str, object]:
+def _sizes(config: VerlConfig, batch: VerlBatch, found: Mapping[str, object]) -> dict[str, object]:
     """The micro-batches, and how many are in an optimizer step and in a generation of each rank.
 
     With a token budget the micro-batches follow from it, and 1 sample stands in the keys of the batch.
@@ -363,7 +363,7 @@ _NOT_SIMULATED = {
 _OF_ONE_TOKEN = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
-def _defers(config: VerlConfig, batch: Batch) -> bool:
+def _defers(config: VerlConfig, batch: VerlBatch) -> bool:
     """True if whole gradients of all weights wait for the last micro-batch of a step."""
     said = config.said.get(f"{FSDP}.use_no_sync_for_gradient_accumulation", True)
     adapters = config.whole(f"{M}.lora_rank") or config.whole(f"{M}.lora.rank")

@@ -16,7 +16,7 @@ from autofit.frontends.verl import (
     REF,
     ROLLOUT,
     UNSURE,
-    Batch,
+    VerlBatch,
     VerlConfig,
     batch_of,
     effective_sentence,
@@ -43,7 +43,7 @@ _NOT_SIMULATED = {
 }
 
 
-def _samples(config: VerlConfig, batch: Batch) -> int:
+def _samples(config: VerlConfig, batch: VerlBatch) -> int:
     """Of an optimizer step of the critic, over all GPUs."""
     return (config.whole(f"{_C}.ppo_mini_batch_size") or batch.mini_prompts) * batch.group
 
@@ -58,7 +58,7 @@ def _update_tokens(config: VerlConfig) -> int:
     return (config.whole(_TOKENS) or _MOST_TOKENS) if config.is_on("trainer.use_v1") else older
 
 
-def critic_line(config: VerlConfig, batch: Batch) -> str:
+def critic_line(config: VerlConfig, batch: VerlBatch) -> str:
     """Line of `explain` on the critic."""
     named = "critic.ppo_infer_max_token_len_per_gpu" if config.is_on("trainer.use_v1") else "ppo_max_token_len_per_gpu"
     left = [key for key in _WITHOUT_EFFECT if config.said.get(f"{_C}.{key}") not in (None, False)]
@@ -71,7 +71,7 @@ def critic_line(config: VerlConfig, batch: Batch) -> str:
     )
 
 
-def critic_rules(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def critic_rules(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     """Errors of the critic's batch: at the start, or at its first update."""
     if not has_critic(config):
         return
@@ -89,7 +89,7 @@ def critic_rules(config: VerlConfig, batch: Batch) -> Iterator[str]:
                f"rollout.n = {samples:,}; verl ends at the critic's first update")  # fmt: skip
 
 
-def critic_refusals(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def critic_refusals(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     """Reasons why a critic is unsupported, or would fail to train."""
     strategy = str(config.said.get(f"{_C}.strategy", "fsdp"))
     if strategy not in FSDP_STRATEGIES:
@@ -107,7 +107,7 @@ def critic_refusals(config: VerlConfig, batch: Batch) -> Iterator[str]:
     yield from critic_rules(config, batch)
 
 
-def critic_values(config: VerlConfig, batch: Batch) -> dict[str, object]:
+def critic_values(config: VerlConfig, batch: VerlBatch) -> dict[str, object]:
     """The values of the recipe that follow from the critic's batch and strategy. Raises ConfigError."""
     if refused := next(critic_refusals(config, batch), None):
         raise ConfigError(refused)
@@ -144,16 +144,16 @@ def explain(values: Mapping[str, object]) -> Explanation:
     return Explanation(tool="verl", lines=lines, wrong=broken(config, batch))
 
 
-def _gpus(batch: Batch) -> str:
+def _gpus(batch: VerlBatch) -> str:
     return "one GPU" if batch.gpus == 1 else f"all {batch.gpus} GPUs"
 
 
-def broken(config: VerlConfig, batch: Batch) -> tuple[str, ...]:
+def broken(config: VerlConfig, batch: VerlBatch) -> tuple[str, ...]:
     """The rules of verl that a config breaks: where verl ends, and why."""
     return tuple(wrong for rule in _RULES for wrong in rule(config, batch))
 
 
-def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
+def _batch_lines(config: VerlConfig, batch: VerlBatch) -> Iterator[Line]:
     yield Line("a generation", f"{batch.prompts:,} prompts x {batch.group} = {batch.generation:,} samples "
                                f"({config.told('data.train_batch_size')}, {config.told(f'{ROLLOUT}.n')})")  # fmt: skip
     yield Line("effective batch", f"{batch.mini_prompts:,} prompts x {batch.group} = {batch.effective:,} samples an "
@@ -176,7 +176,7 @@ def _batch_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
         yield Line("micro-batches", f"not known: {older}")
 
 
-def older_micro(config: VerlConfig, batch: Batch) -> str:
+def older_micro(config: VerlConfig, batch: VerlBatch) -> str:
     """Way to set a micro-batch that only the deprecated key sets; "" if that is unset.
 
     It counts over all GPUs (verl/workers/config/actor.py, `validate`).
@@ -189,7 +189,7 @@ def older_micro(config: VerlConfig, batch: Batch) -> str:
             f"{ACTOR}.ppo_micro_batch_size_per_gpu{each}")  # fmt: skip
 
 
-def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
+def _other_lines(config: VerlConfig, batch: VerlBatch) -> Iterator[Line]:
     """Certain facts of the rest: the settings that keep the gradient, and further models."""
     yield Line("neutral", "ppo_micro_batch_size_per_gpu, the log_prob sizes, use_dynamic_bsz with its token budget, "
                           "offloads, the rollout's tensor parallel: none changes what an optimizer step averages "
@@ -216,7 +216,7 @@ def _other_lines(config: VerlConfig, batch: Batch) -> Iterator[Line]:
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
-def _at_start(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _at_start(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     """Refused by validate_config (utils/config.py, workers/config/actor.py), before anything is loaded."""
     if config.is_on(f"{ACTOR}.use_dynamic_bsz"):
         return
@@ -316,7 +316,7 @@ def cut_responses(*, longest: int | None, prompt: int, response: int, stated: bo
     )
 
 
-def _context(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _context(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     prompt, stated = config.whole("data.max_prompt_length") or 0, config.whole(f"{ROLLOUT}.max_model_len")
     yield from without_room(stated=stated, positions=_positions(config), prompt=prompt)
     batched, most = (config.whole(f"{ROLLOUT}.max_num_{part}") for part in ("batched_tokens", "seqs"))
@@ -325,7 +325,7 @@ def _context(config: VerlConfig, batch: Batch) -> Iterator[str]:
                "vLLM ends when the rollout's servers start")  # fmt: skip
 
 
-def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _late(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     """Accepted at the start, and an AssertionError in a worker once models are loaded."""
     dynamic, sp = config.is_on(f"{ACTOR}.use_dynamic_bsz"), sequence_parallel(config)
     if batch.effective % batch.shards:  # engine_workers.py, line 266
@@ -353,7 +353,7 @@ def _late(config: VerlConfig, batch: Batch) -> Iterator[str]:
         yield "rollout.log_prob_use_dynamic_bsz must equal actor.use_dynamic_bsz; verl ends when the workers start"
 
 
-def uneven(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def uneven(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     """Micro-batches of a gradient-free pass that fail to divide a rank's samples (engine/utils.py, line 125)."""
     if config.is_on(f"{ACTOR}.use_dynamic_bsz"):
         return
@@ -386,20 +386,20 @@ def largest_rank(config: VerlConfig) -> Iterator[str]:
         yield f"lora_rank {rank} is above vLLM's largest, {_VLLMS_RANK}; verl refuses it at the start"
 
 
-def _ranks(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _ranks(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     yield from largest_rank(config)
 
 
 _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def _aggregation(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _aggregation(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     mode = config.said.get(f"{ACTOR}.loss_agg_mode", _AGGREGATIONS[0])
     if mode not in (*_AGGREGATIONS, UNSURE):  # workers/config/actor.py
         yield f"actor.loss_agg_mode must be one of {', '.join(_AGGREGATIONS)}; got {mode}; verl refuses it"
 
 
-def _baseline(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _baseline(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     """ppo/ray_trainer.py, line 265; the trainer v1 leaves out a quantity that it asks for."""
     estimator = str(config.value("algorithm.adv_estimator"))
     if estimator in ("optimal_token_baseline", "tir_optimal_token_baseline") and config.is_on("trainer.use_v1"):
@@ -412,7 +412,7 @@ def _baseline(config: VerlConfig, batch: Batch) -> Iterator[str]:
 UNPACKED = "ulysses_sequence_parallel_size above 1 needs use_remove_padding: true; verl ends before it trains"
 
 
-def _sequence_parallel(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _sequence_parallel(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     packed = config.is_on("actor_rollout_ref.model.use_remove_padding")
     if sequence_parallel(config) > 1 and not packed:
         yield UNPACKED
@@ -434,11 +434,11 @@ def sharded_head(config: VerlConfig) -> Iterator[str]:
         yield SHARDED_HEAD
 
 
-def _fused(config: VerlConfig, batch: Batch) -> Iterator[str]:
+def _fused(config: VerlConfig, batch: VerlBatch) -> Iterator[str]:
     yield from sharded_head(config)
 
 
-_RULES: tuple[Callable[[VerlConfig, Batch], Iterator[str]], ...] = (
+_RULES: tuple[Callable[[VerlConfig, VerlBatch], Iterator[str]], ...] = (
     lambda config, _: typos(config), _at_start, _late, uneven, _ranks, _aggregation, _baseline, _sequence_parallel,
     _context, _fused, critic_rules,
 )  # fmt: skip

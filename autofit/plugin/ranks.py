@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autofit.errors import ConfigError
 from autofit.fakegpu.rates.collectives import fake_ranks
 from autofit.fakegpu.specs import NETWORK_GBIT
-from autofit.files import Scratch
+from autofit.files import ScratchFolder
 from autofit.hardware.hardware import threads_of_each
 from autofit.recipe.launch import Launch, check_on_cpu
 
@@ -159,7 +159,7 @@ def _of_accelerate(launch: Launch, port: int) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    with Scratch() as folder, _clean_environment() as before:
+    with ScratchFolder() as folder, _clean_environment() as before:
         path = os.path.join(folder, "launch.yaml")
         with open(path, "w", encoding="utf-8") as file:  # what differs between machines is set above
             yaml.safe_dump({**launch.to_accelerate(), "num_machines": 1, "machine_rank": 0}, file)

@@ -159,7 +159,7 @@ _ENDS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class QueueJob:
     """The function of such a job: takes up to `probes` probes, and ends after `idle_s` seconds of an empty queue."""
 
     home: Path
@@ -328,7 +328,7 @@ _CALM = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # no si
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SeenFolder:
     """Contents of the shared folder at the last look; `since`: when a probe was first seen with its job."""
 
     at: float = -math.inf
@@ -351,12 +351,12 @@ class ClusterLauncher(Launcher):
         self._executor, self._pool, self._cluster = executor, Pool(home), cluster_of(executor.kind)
         limit_s = self._cluster.limit_of_job_s(executor)
         self._signal_s = int(min(30, limit_s / 4))
-        self._allocation = Allocation(
+        self._allocation = QueueJob(
             home=home.resolve(), device=device, card=card, cards=cards, probes=executor.probes_per_job, idle_s=idle_s,
             signal_s=self._signal_s, time_s=limit_s, function=function,
         )  # fmt: skip
         self._name = job_name(home)
-        self._seen = _Seen()
+        self._seen = _SeenFolder()
         self._fresh: set[str] = set()  # submitted by this process, and not yet told of by squeue
         self._jobs: set[str] = set()  # every job known to live
         self._failed: list[str] = []  # jobs that ended before they began
@@ -417,7 +417,7 @@ class ClusterLauncher(Launcher):
         waiting = self._pool.waiting()  # first: a probe that a job takes meanwhile is seen at least once
         running = self._pool.running()
         since = {pair: self._seen.since.get(pair, now) for pair in running.items()}
-        self._seen = _Seen(at=now, waiting=waiting, running=running, closed=self._pool.closed(), since=since)
+        self._seen = _SeenFolder(at=now, waiting=waiting, running=running, closed=self._pool.closed(), since=since)
         self._follow_jobs()
         self._read_faults()
         self._submit_missing()

@@ -37,7 +37,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 from autofit.errors import AutofitError, ConfigError, EnvironmentFault
-from autofit.files import Scratch, keep_small
+from autofit.files import ScratchFolder, keep_small
 from autofit.hardware.nvml import visible_gpus
 from autofit.probing import kept_place, kept_server
 from autofit.probing.supervise import ProcessEnding, RanksEnded, die_with_parent, keep_ranks, trial_env
@@ -68,11 +68,11 @@ class ForkServer:
     Where one is kept, it is that one, and a new one is left behind for the next command (kept_place.is_asked_for).
     """
 
-    def __init__(self, folder: Path, *, own: Scratch | None = None) -> None:
+    def __init__(self, folder: Path, *, own: ScratchFolder | None = None) -> None:
         self.log_path = self.log_at_last = folder / LOG
         self._own = own  # deleted with the server
         self._process: subprocess.Popen[bytes] | None = None
-        self._home: Scratch | None = None
+        self._home: ScratchFolder | None = None
         if os.environ.get(_INSIDE):
             raise ConfigError('a file that autofit imports calls autofit; put that under if __name__ == "__main__":')
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class ForkServer:
             self._start()
 
     def _start(self) -> None:
-        self._home = Scratch()  # a socket's path has at most 107 characters
+        self._home = ScratchFolder()  # a socket's path has at most 107 characters
         self.socket_path = str(self._home.path / "warm")
         stays = kept_place.socket_path() if kept_place.is_asked_for() else None
         with self.log_path.open("ab") as log:
@@ -156,7 +156,7 @@ def begin() -> None:
     Only for a command that may leave a server behind: a test or a job starts one when it needs it.
     """
     if kept_place.is_asked_for() and not _begun:
-        folder = Scratch("begun-")
+        folder = ScratchFolder("begun-")
         _begun.append(ForkServer(folder.path, own=folder))
         atexit.register(_close_begun)
 

@@ -25,7 +25,7 @@ from autofit.fakegpu.depth.expand import (
     LeftOut,
     Mark,
     RoundsDifferError,
-    Run,
+    TracedRun,
     expanded,
     expanded_host,
     with_rounds,
@@ -34,8 +34,7 @@ from autofit.fakegpu.depth.expand import (
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import NotRepeatingError, repeats, shallow_models, stands_for
 from autofit.fakegpu.known_values import ASSUMPTIONS
-from autofit.fakegpu.memory import HostMemory as HostTensors
-from autofit.fakegpu.memory import held_bytes
+from autofit.fakegpu.memory import HostTensors, held_bytes
 from autofit.fakegpu.rates.collectives import COLLECTIVES, HOST, log_error
 from autofit.fakegpu.replay import Unlimited
 from autofit.hardware.calibration import host_costs
@@ -75,7 +74,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class LiveStretch:
     """Live bytes as a stretch of a run begins, the most in it, and its seconds."""
 
     name: str
@@ -110,7 +109,7 @@ class SimMemory:
         self._of_computed: Mapping[str, float] = {}  # in the last micro-batch that was computed
         self._log_error: float | None = None
         self._bounds: dict[str, dict[str, float]] = {}
-        self._run: Run | None = None
+        self._run: TracedRun | None = None
         self._times: list[float] = []  # of the run, at each mark
         self._replay: Unlimited | None = None
         self.least_of_fits = True
@@ -215,7 +214,7 @@ class SimMemory:
         sizes = self._gpu.memory.log.nbytes
         return sorted(sizes[start:middle]) == sorted(sizes[middle:end])
 
-    def _repeated(self, run: Run) -> Run:
+    def _repeated(self, run: TracedRun) -> TracedRun:
         """The run with the parts left out, and without the marks between stretches that are alike.
 
         If phases begin within each stretch, the part left out stays between two marks: its seconds are shared among
@@ -292,7 +291,7 @@ class SimMemory:
         )
 
     @_uncollected()
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[LiveStretch]:
         """Bytes and seconds of each stretch from one phase change to the next, over all layers.
 
         Raises NotRepeatingError.
@@ -301,7 +300,7 @@ class SimMemory:
         run = expanded(self._gpu, self._marks)
         live, times = np.concatenate([[0], np.cumsum(run.nbytes)]), run.seconds()
         return [
-            Stretch(
+            LiveStretch(
                 name=mark.name, begins_bytes=int(live[mark.event]), seconds=ended - began,
                 peak_bytes=int(live[mark.event : after.event + 1].max()),
             )

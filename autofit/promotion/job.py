@@ -53,7 +53,7 @@ from autofit.recipe.launch import Launch
 from autofit.recipe.recipe import Recipe
 from autofit.space.traits import describe_changes
 from autofit.tuning.locks import exclusive
-from autofit.watching.events import Kind, RunEvent, keep_event, read_progress
+from autofit.watching.events import EventKind, RunEvent, keep_event, read_progress
 
 _CHECKPOINTS = 5  # that are passed over, one after the other, as no rank can load them
 
@@ -138,7 +138,7 @@ def _killed(folder: Path, rank: int, ending: ProcessEnding, launch: Launch) -> R
         f"rank {rank} of {launch.ranks}{on_node(ending)} was killed {how} in the {phase}, after step {step}; all ranks "
         f"were ended; the same command goes on from the last checkpoint"
     )
-    return RunEvent(step=step, kind=Kind.RANK, text=text, data={"rank": rank, "phase": phase})
+    return RunEvent(step=step, kind=EventKind.RANK, text=text, data={"rank": rank, "phase": phase})
 
 
 _DYING_S = 5.0  # in which a job that was killed is gone
@@ -305,7 +305,7 @@ def _take(folder: Path, ladder: RescueLadder, rung: RescueStep, oom: Oom, said: 
     said_so_far = "\n".join(str(rescue["text"]) for rescue in rescues(folder))
     running = ladder.running(taken(folder)).values
     Tuned(values=running, comment=f"autofit: {said_so_far}").write(folder / "rescued.yaml")
-    keep_event(folder, RunEvent(step=oom.finished, kind=Kind.RESCUE, text=text, data=entry))
+    keep_event(folder, RunEvent(step=oom.finished, kind=EventKind.RESCUE, text=text, data=entry))
 
 
 def _in_words(recipe: Recipe, rung: RescueStep, oom: Oom, said: str) -> str:

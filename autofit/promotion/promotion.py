@@ -13,7 +13,7 @@ import optuna
 
 from autofit.cluster.scheduler import LOCAL, Executor
 from autofit.errors import ConfigError, EnvironmentFault, quoted
-from autofit.files import Scratch, private_folder, write_json
+from autofit.files import ScratchFolder, private_folder, write_json
 from autofit.frontends.command import script_text
 from autofit.frontends.reading import SCRIPTS
 from autofit.frontends.writing import OwnFile, stated
@@ -468,7 +468,7 @@ def _probed(
 ) -> Trial:
     home, record = folder / "probes" / study.study_name, record_of(study)
     earlier = _last_request(home)
-    with driving(folder, study.study_name), Scratch("promote-") as scratch:
+    with driving(folder, study.study_name), ScratchFolder("promote-") as scratch:
         trial = begin_foreseen(study, point)
         how = "simulated" if record.device.startswith("sim:") else "probed"
         say(

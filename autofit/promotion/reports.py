@@ -21,7 +21,7 @@ from autofit.plugin.protocol import LOAD, UPDATE, Control, Report, Run
 from autofit.promotion.checkpoints import prove, rotate, unwritten, what_is_torn
 from autofit.promotion.run_folder import Place, asked_to_end
 from autofit.watching.contract import StepFacts, Watched, Watcher
-from autofit.watching.events import Kind, RunEvent, keep_event, keep_progress, sync_progress
+from autofit.watching.events import EventKind, RunEvent, keep_event, keep_progress, sync_progress
 from autofit.watching.memory import retries, since_beginning
 
 # Time between checkpoints: a kill loses at most about a minute, or more where saving would take more than this share.
@@ -94,7 +94,7 @@ class RunRecorder(Report):
         if what_is_torn(checkpoint, self._run.checkpoint_is_whole) is not None:
             shutil.rmtree(checkpoint, ignore_errors=True)
         self._saved = time.monotonic()
-        self._tell([RunEvent(step=self.steps, kind=Kind.CHECKPOINT, text=failure)])
+        self._tell([RunEvent(step=self.steps, kind=EventKind.CHECKPOINT, text=failure)])
         return True
 
     def logs(self, step: int, last_step: int, values: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class RunRecorder(Report):
                 self._watchers.remove(watcher)
                 reason = printable(f"{type(error).__name__}: {error}", 200)
                 text = f"{type(watcher).__name__} failed ({reason}); the run goes on without it"
-                events = [RunEvent(step=self.steps, kind=Kind.FAULT, text=text)]
+                events = [RunEvent(step=self.steps, kind=EventKind.FAULT, text=text)]
             if events:
                 self._tell(events)
 

@@ -62,7 +62,7 @@ from autofit.recipe.secrets import into_environment, opened
 from autofit.tuning.storage import mlflow_follows
 from autofit.watching.contract import Promise, Watched, Watcher
 from autofit.watching.events import (
-    Kind,
+    EventKind,
     RunEvent,
     forget_events_after,
     forget_progress_after,
@@ -108,12 +108,12 @@ class Start(Watcher):
         forget_progress_after(self._folder, self.step)
         forget_events_after(self._folder, self.step)
         for passed in torn:
-            keep_event(self._folder, self._event(Kind.CHECKPOINT, f"{passed}; {self._goes_on}"))
+            keep_event(self._folder, self._event(EventKind.CHECKPOINT, f"{passed}; {self._goes_on}"))
         self._said = bool(torn)
 
     def begins(self, run: Watched) -> Iterable[RunEvent]:
         """That the run goes on, once its checkpoint is loaded."""
-        return () if self._said or self.checkpoint is None else (self._event(Kind.RESUME, self._goes_on),)
+        return () if self._said or self.checkpoint is None else (self._event(EventKind.RESUME, self._goes_on),)
 
     def passes_over(self, error: Exception) -> bool:
         """True if an older checkpoint is to be tried, as `error` came up before the first step after this one.
@@ -131,7 +131,7 @@ class Start(Watcher):
     def _goes_on(self) -> str:
         return "starts again at step 0" if self.checkpoint is None else f"goes on after step {self.step}"
 
-    def _event(self, kind: Kind, text: str) -> RunEvent:
+    def _event(self, kind: EventKind, text: str) -> RunEvent:
         return RunEvent(step=self.step, kind=kind, text=text)
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import optuna
 
 from autofit.errors import ConfigError, EnvironmentFault, option
-from autofit.files import Scratch, read_json, write_json
+from autofit.files import ScratchFolder, read_json, write_json
 from autofit.plugin.protocol import compared_attention
 from autofit.plugin.registry import code_hash
 from autofit.probing import kept_server
@@ -462,7 +462,7 @@ def _because_of(question: _Question, answer: Mapping[str, object]) -> dict[str, 
 
 def _ask(question: _Question) -> dict[str, object]:
     """The worker's answer. Raises EnvironmentFault if the worker dies before it answers."""
-    with Scratch("proof-") as folder:
+    with ScratchFolder("proof-") as folder:
         request = {
             "trainer": question.trainer, **question.recipes(), "bound": ROUNDING, "parameter_bound": PARAMETER_ROUNDING,
             "answer": str(folder / "answer.json"),

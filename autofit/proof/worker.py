@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from autofit.errors import ConfigError, EnvironmentFault
-from autofit.files import Scratch, read_json, write_json, written_json
+from autofit.files import ScratchFolder, read_json, write_json, written_json
 from autofit.plugin.models import go_offline_without_a_hub
 from autofit.plugin.protocol import Report
 from autofit.plugin.ranks import fsdp2_on_cpu, rank_environment
@@ -58,7 +58,7 @@ def run(request_path: str) -> int:
     gc.freeze()  # TRL collects garbage after every training; this excludes the imported modules
     request = written_json(request_path)
     try:
-        with Scratch("proof-") as folder:
+        with ScratchFolder("proof-") as folder:
             answer = prove(request, folder)
     except (ConfigError, EnvironmentFault) as error:
         answer = {"error": str(error)}

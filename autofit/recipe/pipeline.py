@@ -118,7 +118,7 @@ def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, o
     from_file = isinstance(given, Path)
     content = read_yaml_mapping(given, what="pipeline") if isinstance(given, Path) else dict(given)
     name = str(content.get("name", given.stem if isinstance(given, Path) else "pipeline"))
-    reader = _Reader(content, given.parent if isinstance(given, Path) else Path(), changes or {})
+    reader = _PipelineReader(content, given.parent if isinstance(given, Path) else Path(), changes or {})
     stages = reader.stages()
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         reader.wrong.append(f"name must be letters, digits, '.', '_' or '-': studies are called after it; got {name!r}")
@@ -129,7 +129,7 @@ def read_pipeline(given: Path | Mapping[str, object], *, changes: Mapping[str, o
     return Pipeline(name=name, stages=stages)
 
 
-class _Reader:
+class _PipelineReader:
     """Reads one pipeline and collects its errors."""
 
     def __init__(self, content: Mapping[str, object], folder: Path, changes: Mapping[str, object]) -> None:

@@ -60,7 +60,7 @@ def laid_over(changes: Mapping[str, object], seen: dict[str, Any]) -> Iterator[N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ScriptChange:
     """Changes with which the script fits at the same effective batch, and its figures with them."""
 
     changes: Mapping[str, object]
@@ -85,13 +85,13 @@ Ask = Callable[[Mapping[str, object]], Figures | None]  # the figures with chang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class ScriptAdvice:
     """Smaller micro-batches and checkpoints of activations for a script whose arguments are `seen`."""
 
     seen: Mapping[str, Any]
     ask: Ask
 
-    def offers(self, found: Figures) -> Iterator[Offer]:
+    def offers(self, found: Figures) -> Iterator[ScriptChange]:
         """The settings with which a script fits whose figures `found` exceed the card, as they are found.
 
         The largest micro-batch by halves that fits, as the script is, and then with checkpoints.
@@ -106,7 +106,7 @@ class Advice:
             elif first is not None:
                 yield from self._of(first, more)
 
-    def _of(self, figures: Figures, more: Mapping[str, object]) -> Iterator[Offer]:
+    def _of(self, figures: Figures, more: Mapping[str, object]) -> Iterator[ScriptChange]:
         """The largest micro-batch that fits below the script's own, whose `figures` with the changes `more` are given.
 
         Only what may fit is asked for: activations and temporaries shrink with the micro-batch, the rest stays.
@@ -139,11 +139,11 @@ class Advice:
         """The figures of a run with two micro-batches a step at most: later ones take what the second one takes."""
         return self.ask({MICRO: size, ACCUMULATION: min(2, self._samples // size), **more})
 
-    def _offer(self, size: int, more: Mapping[str, object], figures: Figures) -> Offer:
+    def _offer(self, size: int, more: Mapping[str, object], figures: Figures) -> ScriptChange:
         times = self._samples // size
         batch = {} if size == int(self.seen[MICRO]) else {MICRO: size, ACCUMULATION: times}
         step_s = figures["step_s"]
-        return Offer(
+        return ScriptChange(
             changes=batch | dict(more), before=self.seen, least_capacity_bytes=int(figures["least_capacity_bytes"]),
             most_step_s=None if step_s is None else step_s * times / min(2, times),
         )  # fmt: skip

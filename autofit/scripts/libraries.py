@@ -196,7 +196,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedRecipe:
     """A recipe of one of TRL's trainers, and the card."""
 
     trainer: str  # sft, grpo, ...
@@ -206,7 +206,7 @@ class Asked:
     target_bytes: int
 
 
-def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
+def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> AskedRecipe:
     """The recipe as those libraries get it. Raises ConfigError for one outside TRL's own scripts."""
     name = recipe.trainer_name or recipe.trainer
     why = None
@@ -221,10 +221,10 @@ def asked_of(recipe: Recipe, *, gpu: str, target_bytes: int) -> Asked:
         raise ConfigError(
             f"{option('libraries')} {why or 'needs the length of the longest sample, which is not known'}"
         )
-    return Asked(trainer=name, values=recipe.stated, tokens=tokens, gpu=gpu, target_bytes=target_bytes)
+    return AskedRecipe(trainer=name, values=recipe.stated, tokens=tokens, gpu=gpu, target_bytes=target_bytes)
 
 
-def run_with(libraries: Libraries, asked: Asked, folder: Path, *, deadline_s: float) -> Theirs:
+def run_with(libraries: Libraries, asked: AskedRecipe, folder: Path, *, deadline_s: float) -> Theirs:
     """Memory of the recipe with those libraries. Raises ConfigError for keys and values that they refuse."""
     links = folder / "site-packages"  # by which name dill knows that a module is no code of the user's
     request, answer = folder / "asked.json", folder / "answer.json"

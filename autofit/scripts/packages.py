@@ -110,7 +110,7 @@ class IdleModule(ModuleType):
         return Nothing()
 
 
-class _Finder(MetaPathFinder, Loader):
+class _StandInFinder(MetaPathFinder, Loader):
     """It finds the packages `names`, and all within them."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ def idle(code: str, note: Callable[[str], None]) -> Iterator[None]:
     note(
         f"{', '.join(names)}: not needed on the card, so what {'it does' if len(names) == 1 else 'they do'} is left out"
     )
-    finder = _Finder([_outermost(name) for name in names])
+    finder = _StandInFinder([_outermost(name) for name in names])
     sys.meta_path.insert(0, finder)
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if finder.find_spec(name)}
     try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from autofit.errors import ConfigError, printable, quoted
-from autofit.files import Scratch, regular_bytes
+from autofit.files import ScratchFolder, regular_bytes
 from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
 from autofit.scripts.changes import Fewer
@@ -98,7 +98,7 @@ def fit_script(
     spec, target_bytes = checked_card(gpu, target_vram)
     count = f"{steps} step{'s' if steps > 1 else ''}"
     tell(f"{script.path} runs on a simulated {spec.name}, {count}; its own output follows")
-    with mock.patch.dict(os.environ, _OFFLINE), _hub_offline(), Scratch("script-") as folder:
+    with mock.patch.dict(os.environ, _OFFLINE), _hub_offline(), ScratchFolder("script-") as folder:
         from autofit.fakegpu import fake_gpu
         from autofit.hardware.calibration import host_costs
 

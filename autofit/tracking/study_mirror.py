@@ -64,11 +64,11 @@ from autofit.tuning.sentences import confirmation_json, confirmation_note, why
 from autofit.tuning.study import database_errors, load_study, open_storage, study_names, trials_of, with_confirmations
 from autofit.units import format_bytes
 from autofit.watching.contract import Row, contract_of
-from autofit.watching.events import EVENTS, Kind, RunEvent, events_of, read_progress
+from autofit.watching.events import EVENTS, EventKind, RunEvent, events_of, read_progress
 
 _SHOWN_EVENTS = 50
 _FIGURES = ("step_s", "device_used_bytes", "samples_per_s")
-_COUNTED = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT)  # each of them is a tag of its own
+_COUNTED = (EventKind.RESCUE, EventKind.RESUME, EventKind.CHECKPOINT)  # each of them is a tag of its own
 
 
 def outcome(rows: Sequence[Row]) -> str:
@@ -90,7 +90,7 @@ def contract_figures(promise: Mapping[str, Any] | None, rows: Sequence[Row]) -> 
 def event_tags(events: Sequence[RunEvent]) -> dict[str, str]:
     """The tags of the events: the last of a guard, each rescue, each resume, the memory's warning, the verdict."""
     tags: dict[str, str] = {}
-    counts = dict.fromkeys(Kind, 0)
+    counts = dict.fromkeys(EventKind, 0)
     for event in events:
         counts[event.kind] += 1
         name = _tag(event, counts[event.kind])
@@ -105,14 +105,14 @@ def _tag(event: RunEvent, number: int) -> str:
         return str(event.data["tag"])
     if event.kind in _COUNTED:
         return f"autofit.{event.kind}.{number}"
-    if event.kind is Kind.GUARD:
+    if event.kind is EventKind.GUARD:
         return f"autofit.guard.{event.data.get('guard', number)}"
-    return f"autofit.{event.kind}" if event.kind in (Kind.MEMORY, Kind.VERDICT) else ""
+    return f"autofit.{event.kind}" if event.kind in (EventKind.MEMORY, EventKind.VERDICT) else ""
 
 
 def note(request: Mapping[str, Any], state: str, rows: Sequence[Row], events: Sequence[RunEvent]) -> str:
     """The run's description in Markdown: its state, promised against actual, and its last events."""
-    verdict = next((f" {event.text}" for event in reversed(events) if event.kind is Kind.VERDICT), "")
+    verdict = next((f" {event.text}" for event in reversed(events) if event.kind is EventKind.VERDICT), "")
     promise = outcome(rows)
     kept = f", and its promise is {promise}" if promise in ("kept", "broken") else ""
     parts = [f"**The full run of trial {request['trial']} is {state}{kept}.**{verdict}"]

@@ -100,7 +100,7 @@ class Prior:
         return np.array([self.doubt, *[_UNEVEN] * axes, 0.5, 0.5])
 
 
-class _Kernel:
+class _Covariance:
     """Covariances under several hyperparameter settings at once."""
 
     def __init__(self, settings: Floats, offset: float) -> None:
@@ -137,11 +137,11 @@ class Residual:
         self._last: tuple[bytes, tuple[Floats, Floats]] | None = None  # cache: the same pool is queried several times
         draws = prior.draw(similarity.centres, _DRAWS if len(places) < _PLENTY else _DRAWS_OF_PLENTY)
         if not len(places):
-            self._spreads = np.sqrt(_Kernel(draws, prior.offset).diagonal)
+            self._spreads = np.sqrt(_Covariance(draws, prior.offset).diagonal)
             return
         self._axes, self._joint = similarity.between(places, places)
         settings = self._moved(draws)
-        self._kernel = _Kernel(settings, prior.offset)
+        self._kernel = _Covariance(settings, prior.offset)
         covariances = self._kernel.between(self._axes, self._joint)
         fit = _fitted(covariances, values, at_least, prior.noise)
         self._inverse = np.linalg.inv(covariances + fit.variances[:, :, None] * np.eye(len(places)))
@@ -165,7 +165,7 @@ class Residual:
         return settings
 
     def _evidence(self, settings: Floats) -> Floats:
-        covariances = _Kernel(settings, self._prior.offset).between(self._axes, self._joint)
+        covariances = _Covariance(settings, self._prior.offset).between(self._axes, self._joint)
         return _fitted(covariances, self._values, self._at_least, self._prior.noise).log_evidence
 
     @property

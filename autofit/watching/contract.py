@@ -17,7 +17,7 @@ from autofit.hardware.hardware import card_of
 from autofit.probing.result import Fidelity, ProbeResult
 from autofit.tuning.comparison import NOISE_FRAC
 from autofit.units import format_bytes, format_seconds
-from autofit.watching.events import PROGRESS, Kind, RunEvent, events_of, read_lines
+from autofit.watching.events import PROGRESS, EventKind, RunEvent, events_of, read_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +112,10 @@ class Actual:
 def contract_of(folder: Path) -> tuple[Row, ...] | None:
     """The rows of the run in `folder`, up to its last logged step, or those of its verdict; None if unpromised."""
     events = events_of(folder)
-    last = next((e for e in reversed(events) if e.kind is Kind.VERDICT and "rows" in e.data), None)
+    last = next((e for e in reversed(events) if e.kind is EventKind.VERDICT and "rows" in e.data), None)
     if last is not None:
         return tuple(Row.from_json(row) for row in cast("list[dict[str, object]]", last.data["rows"]))
-    started = [e for e in events if e.kind is Kind.PROMISE and "promise" in e.data]
+    started = [e for e in events if e.kind is EventKind.PROMISE and "promise" in e.data]
     if not started:
         return None
     promise = Promise.from_json(cast("dict[str, object]", started[-1].data["promise"]))
@@ -124,15 +124,15 @@ def contract_of(folder: Path) -> tuple[Row, ...] | None:
 
 def verdict_of(folder: Path) -> str:
     """The verdict of the run in `folder` as a sentence; "" before it ends, and for an unpromised run."""
-    return next((e.text for e in reversed(events_of(folder)) if e.kind is Kind.VERDICT), "")
+    return next((e.text for e in reversed(events_of(folder)) if e.kind is EventKind.VERDICT), "")
 
 
 def actual_of(
     start: Mapping[str, object], lines: Sequence[Mapping[str, object]], events: Sequence[RunEvent]
 ) -> "Actual":
     """Figures of a run: `start` is the data of the event of its start, `lines` are its logged steps."""
-    firsts = {e.step + 1 for e in events if e.kind is Kind.PROMISE and "promise" in e.data}
-    rescues = [e for e in events if e.kind is Kind.RESCUE]
+    firsts = {e.step + 1 for e in events if e.kind is EventKind.PROMISE and "promise" in e.data}
+    rescues = [e for e in events if e.kind is EventKind.RESCUE]
     return Actual(
         device=str(start["device"]), device_name=str(start["device_name"]), generates=bool(start["generates"]),
         samples_per_step=cast("int | None", start["samples_per_step"]), batch_text=str(start["batch_text"]),

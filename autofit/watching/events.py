@@ -51,7 +51,7 @@ EVENTS = "events.jsonl"
 PROGRESS = "progress.jsonl"  # the logged steps of a run, one line of JSON each (autofit.watching.events)
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """Subject of an event."""
 
     START = "start"  # what the run does, before its first step
@@ -67,7 +67,7 @@ class Kind(StrEnum):
 
 
 # Events of the run's own life; the others come again with the steps that a resumed run repeats.
-_LASTING = (Kind.RESCUE, Kind.RESUME, Kind.CHECKPOINT, Kind.RANK)
+_LASTING = (EventKind.RESCUE, EventKind.RESUME, EventKind.CHECKPOINT, EventKind.RANK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class RunEvent:
     """Something that a person should know of a run. `stop` asks the run to save a checkpoint and to end."""
 
     step: int  # finished optimizer steps when it happened
-    kind: Kind
+    kind: EventKind
     text: str  # one sentence
     stop: bool = False
     data: Mapping[str, object] = field(default_factory=dict)  # its figures, as JSON
@@ -86,7 +86,7 @@ class RunEvent:
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> "RunEvent":
-        return cls(**{**content, "kind": Kind(str(content["kind"]))})  # type: ignore[arg-type]
+        return cls(**{**content, "kind": EventKind(str(content["kind"]))})  # type: ignore[arg-type]
 
 
 def keep_event(folder: Path, event: RunEvent) -> None:
@@ -103,7 +103,7 @@ def stop_asked(folder: Path) -> RunEvent | None:
     """The event that asked the run in `folder` to stop since it was last started or resumed, if any did."""
     asked = None
     for event in events_of(folder):
-        asked = None if event.kind is Kind.START else event if event.stop else asked
+        asked = None if event.kind is EventKind.START else event if event.stop else asked
     return asked
 
 

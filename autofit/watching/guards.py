@@ -9,7 +9,7 @@ from math import isfinite
 from statistics import fmean, median
 
 from autofit.watching.contract import Watched, Watcher
-from autofit.watching.events import Kind, RunEvent
+from autofit.watching.events import EventKind, RunEvent
 from autofit.watching.progress import Trend, memory, shift, trend
 from autofit.watching.thresholds import Guard, GuardCheck
 
@@ -292,12 +292,12 @@ def _event(guard: Guard, metric: str, change: AlarmChange, line: Mapping[str, ob
     if change.until is not None:
         text = f"guard {guard.name}: {metric} is healthy again; it was not from step {fault.since} to {change.until}"
         data |= {"until": change.until, "tag_value": f"steps {fault.since} to {change.until}"}
-        return RunEvent(step=step, kind=Kind.GUARD, text=text, data=data)
+        return RunEvent(step=step, kind=EventKind.GUARD, text=text, data=data)
     stopping = "; the run saves a checkpoint and stops" if guard.stops else ""
     advice = f"; {guard.advice}" if guard.advice else ""
     text = f"guard {guard.name}, since step {fault.since}: {_said(guard, metric, fault, line)}{advice}{stopping}"
     data["tag_value"] = f"since step {fault.since}"
-    return RunEvent(step=step, kind=Kind.GUARD, text=text, stop=guard.stops, data=data)
+    return RunEvent(step=step, kind=EventKind.GUARD, text=text, stop=guard.stops, data=data)
 
 
 def _said(guard: Guard, metric: str, fault: Fault, line: Mapping[str, object]) -> str:

@@ -14,7 +14,7 @@ from autofit.hardware.nvml import used_bytes
 from autofit.probing.memory import own_handle
 from autofit.units import format_bytes
 from autofit.watching.contract import StepFacts, Watched, Watcher
-from autofit.watching.events import Kind, RunEvent
+from autofit.watching.events import EventKind, RunEvent
 from autofit.watching.progress import Growth
 from autofit.watching.projection import Coming, Crossing, Rhythm
 
@@ -217,7 +217,7 @@ def _event(step: int, text: str, at_step: int, projected: int, limit_bytes: int,
     data: Mapping[str, object] = {
         "at_step": at_step, "projected_bytes": projected, "limit_bytes": limit_bytes, "sample": None, **more
     }  # fmt: skip
-    return RunEvent(step=step, kind=Kind.MEMORY, text=text, data=data)
+    return RunEvent(step=step, kind=EventKind.MEMORY, text=text, data=data)
 
 
 # -- bytes of the CUDA card that trains -------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ _PAIRS = ("chosen_ids", "rejected_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visits:
+class EpochBatches:
     """The micro-batches of the epoch at work, in their order, from its first one: an entry each."""
 
     longest: Counts  # tokens of the longest sample (with prompts only: of the longest prompt)
@@ -118,7 +118,7 @@ class Visits:
     samples: Counts
 
 
-def visits_of(trainer: Any, *, epoch: int, most: int) -> Visits | None:
+def visits_of(trainer: Any, *, epoch: int, most: int) -> EpochBatches | None:
     """The first `most` micro-batches of an epoch, if their lengths and order are known before they train."""
     rows, loader = trainer.train_dataset, trainer.callback_handler.train_dataloader
     lengths = lengths_of(rows, trainer)
@@ -129,7 +129,7 @@ def visits_of(trainer: Any, *, epoch: int, most: int) -> Visits | None:
     return None if not order else joined(order, lengths)
 
 
-def joined(order: Sequence[Sequence[int]], lengths: Counts) -> Visits:
+def joined(order: Sequence[Sequence[int]], lengths: Counts) -> EpochBatches:
     """The micro-batches that have the rows of `order`, of samples of `lengths` tokens."""
     samples = np.array([len(batch) for batch in order])
     flat = np.array([row for batch in order for row in batch])
@@ -139,7 +139,7 @@ def joined(order: Sequence[Sequence[int]], lengths: Counts) -> Visits:
     batch = np.repeat(np.arange(len(order)), samples)
     places = np.flatnonzero(tokens == longest[batch])
     first = places[np.unique(batch[places], return_index=True)[1]]
-    return Visits(longest=longest, total=np.add.reduceat(tokens, starts), row=flat[first], samples=samples)
+    return EpochBatches(longest=longest, total=np.add.reduceat(tokens, starts), row=flat[first], samples=samples)
 
 
 # ---------------------------------------------------------------------- the order

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from autofit.watching.micro_batches import MicroBatch, Visits
+    from autofit.watching.micro_batches import EpochBatches, MicroBatch
 
 _LEAST = 4  # different sizes that a line needs
 
@@ -154,7 +154,7 @@ _MOST_SIZES = 128  # sizes kept for a fit, the largest ones
 class Coming:
     """Learns the bytes of micro-batches by their size, and finds the first one to come that is too large."""
 
-    def __init__(self, visits: "Visits", rhythm: Rhythm) -> None:
+    def __init__(self, visits: "EpochBatches", rhythm: Rhythm) -> None:
         self._visits, self._rhythm = visits, rhythm
         self._next = rhythm.first_micro_batch
         self._seen: dict[tuple[bool, bool], _Seen] = {}

@@ -32,7 +32,7 @@ from autofit.watching.contract import (
     seconds_text,
     verdict,
 )
-from autofit.watching.events import Kind, RunEvent, events_of, keep_event
+from autofit.watching.events import EventKind, RunEvent, events_of, keep_event
 from autofit.watching.guards import GuardWatcher
 from autofit.watching.memory import CardPeak, MemoryWatcher, card_use
 from autofit.watching.progress import ProgressWatcher
@@ -51,7 +51,7 @@ class SummaryWatcher(Watcher):
         facts = facts_of(run, self._guards)
         width = max(map(len, facts))
         text = "\n".join([f"{run.trainer} on {_device(run)}", *(f"  {k:<{width}}  {v}" for k, v in facts.items())])
-        return [RunEvent(step=run.first_step, kind=Kind.START, text=text, data=facts)]
+        return [RunEvent(step=run.first_step, kind=EventKind.START, text=text, data=facts)]
 
 
 def facts_of(run: Watched, guards: Sequence[Guard] = ()) -> dict[str, str]:
@@ -267,7 +267,7 @@ class ContractWatcher(Watcher):
         self._step_s = list(self._actual.step_s)
         where = elsewhere(run.promise, self._actual)
         text = promise_text(run.promise, "completions" if run.generates else "samples", where)
-        yield RunEvent(step=run.first_step, kind=Kind.PROMISE, text=text, data=start)
+        yield RunEvent(step=run.first_step, kind=EventKind.PROMISE, text=text, data=start)
 
     def step_ends(self, step: StepFacts) -> Iterable[RunEvent]:
         """A warning for each figure that is found broken, once."""
@@ -283,8 +283,8 @@ class ContractWatcher(Watcher):
         for row in self.rows:
             if row.kept is False and row.key not in self._told:
                 self._told.add(row.key)
-                yield RunEvent(step=step.number, kind=Kind.PROMISE, text=f"the promise is broken so far: {row.text}",
-                               data={"row": row.to_json()})  # fmt: skip
+                text = f"the promise is broken so far: {row.text}"
+                yield RunEvent(step=step.number, kind=EventKind.PROMISE, text=text, data={"row": row.to_json()})
 
     def _hold(self, used: int | None) -> None:
         """Keep the most bytes so far; an object is made only where they grew."""
@@ -316,7 +316,7 @@ class ContractWatcher(Watcher):
         self._compare()
         self.verdict = verdict(self.rows, self._actual.rescues)
         kept = all(row.kept is not False for row in self.rows)
-        yield RunEvent(step=self._step, kind=Kind.VERDICT, text=self.verdict,
+        yield RunEvent(step=self._step, kind=EventKind.VERDICT, text=self.verdict,
                        data={"kept": kept, "rows": [row.to_json() for row in self.rows]})  # fmt: skip
 
     def _compare(self) -> None:
@@ -518,7 +518,7 @@ class RewardWatcher(Watcher):
         data = {"guard": "reward_time", "metric": f"rewards/{name}/seconds", "since": step + 1, "value": seconds,
                 "state": "waits", "tag": "autofit.guard.reward_time",
                 "tag_value": f"since step {step + 1}: one call of {name} has run for {seconds:.0f} s"}  # fmt: skip
-        return RunEvent(step=step, kind=Kind.GUARD, text=text, data=data)
+        return RunEvent(step=step, kind=EventKind.GUARD, text=text, data=data)
 
 
 def _raised(error: BaseException) -> str:

@@ -40,7 +40,7 @@ from autofit.recipe.yaml_file import Source, only_below
 from autofit.space.knob import stated_by
 from autofit.space.traits import describe_changes, reason_for, samples_word
 from autofit.web.allowed import SUFFIXES, Allowed, allowed, allowed_launch, write_config, write_training
-from autofit.web.simulator import Question, Shared
+from autofit.web.simulator import Question, SharedServer
 
 Told = dict[str, object]
 
@@ -208,7 +208,7 @@ def run(request_path: str) -> int:
         try:
             question = Question(**request["question"])
             with only_below(path.parent):
-                _answer(question, Shared(request["socket"]), path.parent, request["seconds"], tell)
+                _answer(question, SharedServer(request["socket"]), path.parent, request["seconds"], tell)
         except AutofitError as error:
             tell({"is": "error", "text": _words(error)})
         except MemoryError:
@@ -221,7 +221,7 @@ def _words(error: AutofitError) -> str:
     return one_line(error.told(lambda found: _FIELDS.get(found.name, str(found))), 600)
 
 
-def _answer(question: Question, server: Shared, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
+def _answer(question: Question, server: SharedServer, folder: Path, seconds: Mapping[str, float], tell: Tell) -> None:
     path = write_training(question.text, folder)
     try:
         source = source_of(path)  # as the commands read it

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.errors import ConfigError, EnvironmentFault, nearest, quoted
-from autofit.files import Scratch
+from autofit.files import ScratchFolder
 from autofit.probing.fork_server import ForkServer, ServerGone, call
 from autofit.probing.prepare import last_words
 from autofit.probing.supervise import ProcessEnding, computing_env
@@ -202,7 +202,7 @@ class WarmServer(ForkServer):
         self._server.wait(timeout=30)
 
 
-class Shared(ForkServer):
+class SharedServer(ForkServer):
     """A server that another process keeps: calls reach it, and `close` leaves it running."""
 
     def __init__(self, socket_path: str) -> None:
@@ -234,7 +234,7 @@ class Simulator:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._scratch = Scratch("web-")
+        self._scratch = ScratchFolder("web-")
         self._starting = threading.Lock()
         self._calls: set[_Call] = set()
         self._server = self._started()

@@ -30,7 +30,7 @@ from fakegpu import tiny_trainers
 from fakegpu.tiny_trainers import Case, train
 
 from autofit.fakegpu import fake_gpu
-from autofit.fakegpu.depth.expand import Mark, Run, expanded, run_of
+from autofit.fakegpu.depth.expand import Mark, TracedRun, expanded, run_of
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.replay import least_capacity, replay
@@ -42,7 +42,7 @@ SIZES = {
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 
 
-def trace(case: Case, sizes: dict[str, int], *, shallow: bool) -> tuple[Run, float]:
+def trace(case: Case, sizes: dict[str, int], *, shallow: bool) -> tuple[TracedRun, float]:
     """One whole training run at full depth, and the CPU seconds it took to simulate."""
     start = time.process_time()
     original = tiny_trainers.config

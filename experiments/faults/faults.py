@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from autofit.promotion.checkpoints import checkpoints, is_proven, step_of
-from autofit.watching.events import Kind, events_of
+from autofit.watching.events import EventKind, events_of
 from experiments.faults.run import FaultyRun
 
 Facts = dict[str, object]
@@ -100,7 +100,7 @@ def oom(run: FaultyRun, dice: random.Random) -> Facts:
     run.env = {"FAULTS_OOM": str(run.folder / "oom")}
     run.start()
     facts = _ended(run)
-    rescue = next(e for e in events_of(run.folder) if e.kind is Kind.RESCUE)
+    rescue = next(e for e in events_of(run.folder) if e.kind is EventKind.RESCUE)
     again = {"reached": rescue.step, "newest_whole": rescue.data["resumed_from"], "changes": rescue.data["changes"]}
     return {"oom_in_step": at, "interruptions": [again], **facts}
 

@@ -18,7 +18,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.supervise import ProcessEnding
 from autofit.promotion.job import carried, goes_on
 from autofit.promotion.ladder import RescueLadder
-from autofit.watching.events import Kind, events_of, read_progress
+from autofit.watching.events import EventKind, events_of, read_progress
 
 METRICS = ("step", "loss", "grad_norm", "learning_rate", "reward")
 
@@ -98,7 +98,7 @@ class FaultyRun:
 
     @property
     def events(self) -> list[str]:
-        told = (Kind.CHECKPOINT, Kind.RESUME, Kind.RESCUE)
+        told = (EventKind.CHECKPOINT, EventKind.RESUME, EventKind.RESCUE)
         return [event.text for event in events_of(self.folder) if event.kind in told]
 
     def _call(self) -> None:

@@ -181,7 +181,7 @@ def verl_counted(checkout: Path, folder: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-def same_samples(foreign: Foreign, truth: verl.Batch) -> bool:
+def same_samples(foreign: Foreign, truth: verl.VerlBatch) -> bool:
     """Whether the samples of an optimizer step, and of a generation, are those of a batch, over all ranks."""
     values = {key: int(str(value)) for key, value in foreign.values.items() if key in SIZES}
     micro, accumulated, generated, sharers = (values[key] for key in SIZES)

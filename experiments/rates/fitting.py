@@ -7,7 +7,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from source import Card, Measured, MeasuredAttention
 
-from autofit.fakegpu.rates.kernels import AttentionTable, Floats, GemmTable, Grid, Machine, Waves, roofline
+from autofit.fakegpu.rates.kernels import AttentionTable, Floats, GemmTable, Machine, RateGrid, Waves, roofline
 
 Flags = npt.NDArray[np.bool_]
 # In the order of Waves' fields; the fit starts here and is drawn to it, weakly, for what a card's table cannot tell.
@@ -68,7 +68,7 @@ def gemm_table(measured: Measured, card: Card, known: Flags | None = None) -> Ge
     corrections = np.where(known, OWN * ratios + (1 - OWN) * corrections, corrections)
     rows = known.any(axis=(1, 2))  # an m without any measurement is left out, so that it is interpolated
     axes = (measured.axes[0][rows], *measured.axes[1:])
-    return GemmTable(waves=waves, corrections=Grid(axes, corrections[rows]))
+    return GemmTable(waves=waves, corrections=RateGrid(axes, corrections[rows]))
 
 
 def memory_frac(measured: Measured, card: Card) -> float:
@@ -89,7 +89,7 @@ def flops_frac(measured: Measured, card: Card) -> float:
     return float(np.median((2.0 * m * n * k)[large] / measured.seconds[large] / card.half_flops_per_s))
 
 
-def attention_grid(measured: MeasuredAttention, card: Card, shortest_s: float, known: Flags) -> Grid:
+def attention_grid(measured: MeasuredAttention, card: Card, shortest_s: float, known: Flags) -> RateGrid:
     """Corrections by (keys, heads or key heads of the batch, queries a key, head size), from the `known` shapes."""
     one = measured.queries == 1
     shapes = (measured.batch, measured.heads, measured.key_heads, measured.queries, measured.keys, measured.dim)
@@ -108,7 +108,7 @@ def attention_grid(measured: MeasuredAttention, card: Card, shortest_s: float, k
     cells, starts = np.unique(flat[order], return_index=True)
     for cell, group in zip(cells, np.split(ratio[known][order], starts[1:]), strict=True):
         values[cell] = np.median(group)
-    return Grid(ATTENTION_AXES, smoothed(values.reshape(shape), ATTENTION_AXES, ATTENTION_WIDTHS))
+    return RateGrid(ATTENTION_AXES, smoothed(values.reshape(shape), ATTENTION_AXES, ATTENTION_WIDTHS))
 
 
 def attention_table(

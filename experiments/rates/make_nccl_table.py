@@ -18,7 +18,7 @@ from source import PACKAGE, VERSION, Columns, Floats, download, read
 
 import autofit.fakegpu.rates
 from autofit.fakegpu.rates.collectives import KINDS
-from autofit.fakegpu.rates.kernels import STEP, Grid
+from autofit.fakegpu.rates.kernels import STEP, RateGrid
 
 PATH = Path(autofit.fakegpu.rates.__file__).parent / "nccl.npz"
 NEWEST = {  # system: version of NCCL, the newest that was measured
@@ -49,12 +49,12 @@ def error(told: Floats, measured: Floats) -> str:
 def held_out(numbers: Floats, sizes: Floats, measured: Floats, other: Floats) -> tuple[str, str, str]:
     """Errors at every second size, at 4 cards told by 2 and 8, and of the rows of int8."""
     logs = np.log(measured)
-    few = Grid((np.log(numbers), np.log(sizes[::2])), logs[:, ::2])
+    few = RateGrid((np.log(numbers), np.log(sizes[::2])), logs[:, ::2])
     mesh = np.meshgrid(numbers, sizes[1::2], indexing="ij")
     by_size = error(np.exp(few.at(mesh[0].ravel(), mesh[1].ravel())).reshape(mesh[0].shape), measured[:, 1::2])
     between = "-"
     if len(numbers) == 3:
-        ends = Grid((np.log(numbers[::2]), np.log(sizes)), logs[::2])
+        ends = RateGrid((np.log(numbers[::2]), np.log(sizes)), logs[::2])
         between = error(np.exp(ends.at(np.full_like(sizes, numbers[1]), sizes)), measured[1])
     return by_size, between, error(measured, other)
 

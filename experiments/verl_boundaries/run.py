@@ -49,7 +49,7 @@ from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.replay import replay as replayed_log
 from autofit.fakegpu.specs import gpu_spec
 from autofit.frontends import verl_recipe
-from autofit.frontends.verl import Settings
+from autofit.frontends.verl import VerlSettings
 from autofit.plugin.protocol import Inspection, Report, Task, WorstCase
 from autofit.plugin.ranks import simulated_rank
 from autofit.probing.prepare import worst_case_path
@@ -160,7 +160,7 @@ def as_of_0_4(steps: Sequence[Sequence[int]]) -> Iterator[None]:
         beside = _OF_VLLM * nccl_bytes(law.spec, law.ranks)
         return trainer.FakeEngine(trainer.active_gpu(), trainer.inner(model), law, process_bytes=beside)
 
-    def split(self: Settings, samples: int, **_: object) -> list[int]:
+    def split(self: VerlSettings, samples: int, **_: object) -> list[int]:
         return list(next(left))
 
     def each(sizes: list[int]) -> list[tuple[int, int, bool]]:
@@ -169,7 +169,7 @@ def as_of_0_4(steps: Sequence[Sequence[int]]) -> Iterator[None]:
     with (
         mock.patch.object(verl_engine.Engine, "_own_log_probs", divided_in_place),
         mock.patch.object(trainer, "_started", in_the_process), mock.patch.object(trainer, "marked_last", each),
-        mock.patch.object(Settings, "split", split), mock.patch.object(verl_engine.Engine, "count"),
+        mock.patch.object(VerlSettings, "split", split), mock.patch.object(verl_engine.Engine, "count"),
     ):  # fmt: skip
         yield
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.depth.delay import NEVER, NOTHING, Delay, LayerClock
-from autofit.fakegpu.depth.expand import Mark, Run, expanded
+from autofit.fakegpu.depth.expand import Mark, TracedRun, expanded
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.formula.kernel_log import KernelKinds, KernelLog
 from autofit.fakegpu.formula.polynomials import COLLECTIVES, Symbols
@@ -238,7 +238,7 @@ def _train(shape: AutoConfig, *, sharded: bool) -> Callable[[Callable[[str], Non
     return train
 
 
-def _followed(train: Callable[[Callable[[str], None]], object]) -> Run:
+def _followed(train: Callable[[Callable[[str], None]], object]) -> TracedRun:
     marks: list[Mark] = []
     with fake_ranks(4), fake_gpu("rtx4090", enforce_capacity=False, follow_layers=True, record_places=False) as gpu:
         clock = gpu.clock

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from autofit.fakegpu import FakeGpuError
-from autofit.fakegpu.engines.forward import Batch, Decoder, PagedBatching, collective_seconds
+from autofit.fakegpu.engines.forward import Decoder, ForwardPasses, PagedBatching, collective_seconds
 from autofit.fakegpu.engines.vllm import Scheduler, Stretch, VllmEngine
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.probing.result import least_share
@@ -32,7 +32,7 @@ def prefilled(stretches: list[Stretch]) -> int:
 
 
 def step_s(engine: VllmEngine, sequences: int, context: int) -> float:
-    batch = Batch(*(np.array([float(x)]) for x in (sequences, context, 0, 0, 0)))
+    batch = ForwardPasses(*(np.array([float(x)]) for x in (sequences, context, 0, 0, 0)))
     return float(engine.steps_s(batch, np.array([float(sequences)]))[0])
 
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.fakegpu.allocator import AllocatorSettings
-from autofit.fakegpu.depth.expand import Mark, Run, expanded, find_sweeps, run_of, with_what_loops_give_back
+from autofit.fakegpu.depth.expand import Mark, TracedRun, expanded, find_sweeps, run_of, with_what_loops_give_back
 from autofit.fakegpu.depth.layers import DATA, LayerClock, Tag
 from autofit.fakegpu.depth.stack import NotRepeatingError, Stack, plan_stack, shrink
 from autofit.fakegpu.patches import rollout
@@ -52,7 +52,7 @@ def trained(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, *, shallo
         return followed(lambda: train(case, folder))
 
 
-def assert_same(short: Run, long: Run, *, seconds_rel: float = 0.01) -> None:
+def assert_same(short: TracedRun, long: TracedRun, *, seconds_rel: float = 0.01) -> None:
     """The same storages come and go, in the same order but for frees with nothing taken between them."""
     for mine, true in zip(_normal(short), _normal(long), strict=True):
         np.testing.assert_array_equal(mine, true)
@@ -62,7 +62,7 @@ def assert_same(short: Run, long: Run, *, seconds_rel: float = 0.01) -> None:
     assert short.seconds()[-1] == pytest.approx(long.seconds()[-1], rel=seconds_rel)
 
 
-def _normal(run: Run) -> tuple[object, object, object]:
+def _normal(run: TracedRun) -> tuple[object, object, object]:
     _, first, inverse = np.unique(run.ids, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))

@@ -16,8 +16,8 @@ from autofit.fakegpu.kernels import flops
 from autofit.fakegpu.rates.collectives import log_error
 from autofit.fakegpu.rates.kernels import (
     MEASURED,
-    Grid,
     KernelSeconds,
+    RateGrid,
     Work,
     card_rates,
     rates_name,
@@ -145,7 +145,7 @@ def test_an_interval_is_as_wide_as_the_parts_that_a_step_has() -> None:
 
 def test_a_grid_gives_its_own_values_back_and_stays_at_its_edges() -> None:
     axes = np.log([1.0, 2.0, 4.0]), np.log([1.0, 10.0])
-    grid = Grid(axes, np.arange(6.0).reshape(3, 2))
+    grid = RateGrid(axes, np.arange(6.0).reshape(3, 2))
     assert grid.at(np.array([2.0, 100.0]), np.array([10.0, 0.1])).tolist() == [3.0, 4.0]
     assert grid.at(np.array([2**0.5]), np.array([1.0])) == pytest.approx([1.0])
 

@@ -9,7 +9,7 @@ import pytest
 
 from autofit.fakegpu.allocator import AllocatorSettings
 from autofit.fakegpu.depth.delay import Delay
-from autofit.fakegpu.depth.expand import LeftOut, Mark, Run, with_rounds, without_marks
+from autofit.fakegpu.depth.expand import LeftOut, Mark, TracedRun, with_rounds, without_marks
 from autofit.fakegpu.depth.stack import NotRepeatingError
 from autofit.fakegpu.replay import Unlimited, least_capacity, replay
 
@@ -95,10 +95,10 @@ class Training:
         self.marks.append(Mark(name=name, event=len(self.ids), stretch=len(self.stretches)))
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TracedRun:
         ids, nbytes = np.array(self.ids), np.array(self.nbytes)
         zeros = np.zeros(len(ids), np.int64)
-        return Run(ids=ids, nbytes=nbytes, tags=zeros, categories=zeros, stretches=tuple(self.stretches),
+        return TracedRun(ids=ids, nbytes=nbytes, tags=zeros, categories=zeros, stretches=tuple(self.stretches),
                    marks=tuple(self.marks), emptied=tuple(self.emptied), streams=self.streams)  # fmt: skip
 
 

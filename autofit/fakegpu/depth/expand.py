@@ -22,7 +22,7 @@ from autofit.fakegpu.clock import Clock
 from autofit.fakegpu.depth.delay import Delay
 from autofit.fakegpu.depth.layers import DATA, LayerClock, LayerRecorder, Repeat, Tag
 from autofit.fakegpu.depth.stack import NotRepeatingError, Stack
-from autofit.fakegpu.memory import HostMemory, SimulatedMemory
+from autofit.fakegpu.memory import HostTensors, SimulatedMemory
 from autofit.fakegpu.replay import EventLog, Round
 
 Ints = npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TracedRun:
     """The events of a run in order, allocations (+) and frees (-), and the delay of each time segment."""
 
     ids: Ints
@@ -99,7 +99,7 @@ class Run:
         yield from (delay for _, delay in self.stretches[start:end])
 
 
-def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
+def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> TracedRun:
     """The recorded run of a card made with `follow_layers`."""
     clock, allocations = gpu.clock, gpu.memory.allocations
     assert isinstance(clock, LayerClock)
@@ -110,7 +110,7 @@ def run_of(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
     )
 
 
-def _attributed(log: EventLog, layers: Sequence[int], categories: Ints, marks: Sequence[Mark]) -> Run:
+def _attributed(log: EventLog, layers: Sequence[int], categories: Ints, marks: Sequence[Mark]) -> TracedRun:
     """The events of a log up to the last mark with layers; storage number n has `layers[n]` and `categories[n]`."""
     end = marks[-1].event if marks else len(log)
     ids, nbytes, known = (np.array(values[:end], np.int64) for values in (log.ids, log.nbytes, log.tags))
@@ -121,24 +121,24 @@ def _attributed(log: EventLog, layers: Sequence[int], categories: Ints, marks: S
         order = _canonical_order(ids, nbytes, tags, [*(mark.event for mark in marks), *emptied])
         ids, nbytes, known, tags = ids[order], nbytes[order], known[order], tags[order]
         _own_what_loops_take(owner, ids, nbytes, tags)
-    return Run(
+    return TracedRun(
         ids=ids, nbytes=nbytes, tags=with_what_loops_give_back(nbytes, tags), stretches=(), marks=tuple(marks),
         categories=categories[ids] if len(ids) else ids, emptied=emptied,
     )  # fmt: skip
 
 
-def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> Run:
+def expanded(gpu: FollowedCard, marks: Sequence[Mark]) -> TracedRun:
     """The run at full depth; the recorded run itself if no model was shrunk."""
     assert gpu.layers is not None
     return _deep(run_of(gpu, marks), gpu.layers, gpu.layers.shares)
 
 
-def expanded_host(host: HostMemory, layers: LayerRecorder, marks: Sequence[Mark]) -> Run:
+def expanded_host(host: HostTensors, layers: LayerRecorder, marks: Sequence[Mark]) -> TracedRun:
     """The events of the host's memory at full depth; the category of each is 1 if its storage is pinned, else 0."""
     return _deep(_attributed(host.log, host.owners, np.asarray(host.pinned, np.int64), marks), layers, {})
 
 
-def _deep(run: Run, layers: LayerRecorder, shares: Mapping[int, Mapping[int, int]]) -> Run:
+def _deep(run: TracedRun, layers: LayerRecorder, shares: Mapping[int, Mapping[int, int]]) -> TracedRun:
     """The run with all layers of what `layers` followed, with the tensors of several layers in `shares`."""
     if not layers.stacks:
         if layers.is_shrunk:
@@ -201,7 +201,7 @@ def _array(values: Ints) -> array[int]:
     return found
 
 
-def _grown(run: Run, shares: Mapping[int, Mapping[int, int]], stacks: Sequence[Stack]) -> Run:
+def _grown(run: TracedRun, shares: Mapping[int, Mapping[int, int]], stacks: Sequence[Stack]) -> TracedRun:
     """The run with tensors gathered from all layers (a stack of norms) at their full-depth size."""
     if not shares:
         return run
@@ -301,7 +301,7 @@ class Units:
 class Expansion:
     """Repeats the middle units in each sweep of a run."""
 
-    def __init__(self, run: Run, stacks: Sequence[Stack]) -> None:
+    def __init__(self, run: TracedRun, stacks: Sequence[Stack]) -> None:
         self._run = run
         self._stacks = stacks
         self._sweeps = find_sweeps(run.tags, stacks, run.nbytes > 0)
@@ -316,7 +316,7 @@ class Expansion:
         if any(start < event < end for event in run.emptied for start, end in spans):
             raise NotRepeatingError("unused memory is given back between two layers")
 
-    def run(self) -> Run:
+    def run(self) -> TracedRun:
         """The run at full depth."""
         run, base = self._run, self._step
         fixed = self._edge_ids(run.ids)
@@ -442,7 +442,7 @@ class Expansion:
             raise NotRepeatingError(f"sweep {number} frees storages of another model's layers")
         return np.where(use_near, near, far), np.where(use_near, moved_near, moved_far)
 
-    def _check_repetitions(self, run: Run) -> None:
+    def _check_repetitions(self, run: TracedRun) -> None:
         """Raise unless each storage is either freed in all repetitions or kept in all."""
         given = run.ids[run.nbytes < 0]
         counts = np.bincount(given[given >= self._step] % max(self._step, 1), minlength=self._step)
@@ -451,7 +451,7 @@ class Expansion:
             raise NotRepeatingError("a storage is given back in some layers only")
 
     # ------------------------------------------------------------------ time
-    def _with_time(self, run: Run, places: list[tuple[int, int]]) -> Run:
+    def _with_time(self, run: TracedRun, places: list[tuple[int, int]]) -> TracedRun:
         """Repeat the time segments too, and move the marks to their expanded positions."""
         tags = np.asarray([tag for tag, _ in self._run.stretches], np.int64)
         stretches: list[tuple[int, Delay]] = []
@@ -485,7 +485,7 @@ def _moved(place: int, places: list[tuple[int, int]]) -> int:
     return new + place - old
 
 
-def check_storages(run: Run) -> None:
+def check_storages(run: TracedRun) -> None:
     """Raise unless each storage is allocated once and freed at most once, later, with the same size."""
     taken, given = run.nbytes > 0, run.nbytes < 0
     order = np.arange(len(run.ids))
@@ -512,7 +512,7 @@ class LeftOut(NamedTuple):
     last: int
 
 
-def with_rounds(run: Run, left_out: Sequence[LeftOut]) -> Run:
+def with_rounds(run: TracedRun, left_out: Sequence[LeftOut]) -> TracedRun:
     """The run with stretches in place of what happened while they were left out. The number of marks stays.
 
     Raises RoundsDifferError.
@@ -527,7 +527,7 @@ def with_rounds(run: Run, left_out: Sequence[LeftOut]) -> Run:
     return run
 
 
-def without_marks(run: Run, dropped: set[int]) -> Run:
+def without_marks(run: TracedRun, dropped: set[int]) -> TracedRun:
     """The run less the marks of these numbers."""
     return replace(run, marks=tuple(mark for number, mark in enumerate(run.marks) if number not in dropped))
 
@@ -536,7 +536,7 @@ def without_marks(run: Run, dropped: set[int]) -> Run:
 class _Repetition:
     """One group of stretches that were left out: events `end` to `over`, after the stretch `start` to `end`."""
 
-    whole: Run
+    whole: TracedRun
     group: LeftOut
     start: int
     end: int
@@ -544,7 +544,7 @@ class _Repetition:
     back: Ints  # of each event of the stretch: where its storage was taken, from the stretch's start
 
     @classmethod
-    def of(cls, run: Run, group: LeftOut) -> _Repetition:
+    def of(cls, run: TracedRun, group: LeftOut) -> _Repetition:
         """Raises RoundsDifferError unless the two stretches before are alike, and leave nothing behind for long."""
         before, start, end = (run.marks[number].event for number in group.bounds)
         over = run.marks[group.last].event
@@ -587,7 +587,7 @@ class _Repetition:
         given = self.back[(self.whole.nbytes[self.start : self.end] < 0) & (self.back >= 0)]
         return np.setdiff1d(taken, given)
 
-    def run(self) -> Run:
+    def run(self) -> TracedRun:
         whole, start, end, over = self.whole, self.start, self.end, self.over
         copies = self._base + np.arange(self._times)[:, None] * self._length + self.back[None, :]
         earlier = self.back < 0
@@ -629,7 +629,7 @@ class _Repetition:
         names[stays] = last[gone]
         return names
 
-    def _with_time(self, made: Run) -> Run:
+    def _with_time(self, made: TracedRun) -> TracedRun:
         marks, times, (bounds, first, last) = self.whole.marks, self._times, self.group
         begins, ends, over = (marks[n].stretch for n in (*bounds[1:], last))
         delay = reduce(Delay.then, self.whole.delays(begins, ends), Delay())

@@ -20,7 +20,7 @@ import torch
 from autofit.fakegpu.clock import in_backward
 from autofit.fakegpu.depth.delay import NEVER, Delay, LayerClock, Repeat
 from autofit.fakegpu.depth.stack import Stack, fingerprint, own_work, stack_of
-from autofit.fakegpu.memory import HostMemory, SimulatedMemory
+from autofit.fakegpu.memory import HostTensors, SimulatedMemory
 
 __all__ = ["NEVER", "Delay", "LayerClock", "LayerRecorder", "Repeat", "Tag"]
 
@@ -50,7 +50,7 @@ class LayerRecorder:
     def __init__(self, memory: SimulatedMemory) -> None:
         self.memory = memory
         self.clock: LayerClock | None = None
-        self.host: HostMemory | None = None  # where the memory of the host is followed too
+        self.host: HostTensors | None = None  # where the memory of the host is followed too
         self.stacks: list[Stack] = []
         self.problem = ""
         self.shares: dict[int, dict[int, int]] = {}  # allocation -> stack -> bytes from middle layers

@@ -143,7 +143,7 @@ def facts_from_json(kept: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Batch(NamedTuple):
+class ForwardPasses(NamedTuple):
     """The work of passes, one entry a pass.
 
     `decoding` sequences have one token each, which attends to `context` tokens; `prefilling` sequences have `queries`
@@ -179,7 +179,7 @@ class Forward:
     fused: bool = True
     lora_rank: int = 0
 
-    def layers_s(self, batch: Batch, rows: Floats) -> Floats:
+    def layers_s(self, batch: ForwardPasses, rows: Floats) -> Floats:
         """Seconds of all layers on the card, with `rows` tokens in the products (a graph may be padded)."""
         decoder = self.decoder
         attention = self._attention(batch)
@@ -281,7 +281,7 @@ class Forward:
         rotary = self.moving(2 * rows * merged * ITEM, 1 if self.fused else 8)
         return np.asarray(norms + rotary + self.moving(2 * rows * keys * ITEM))
 
-    def _attention(self, batch: Batch) -> Floats:
+    def _attention(self, batch: ForwardPasses) -> Floats:
         decoder = self.decoder
         full = decoder.layers - decoder.recurrent_layers - decoder.window_layers
         total = full * self._attention_of(batch)
@@ -291,7 +291,7 @@ class Forward:
             total = total + decoder.window_layers * self._attention_of(seen)
         return np.asarray(total)
 
-    def _attention_of(self, batch: Batch) -> Floats:
+    def _attention_of(self, batch: ForwardPasses) -> Floats:
         """Seconds of one layer's attention, of decoding and of prefilling sequences by a kernel each."""
         one = np.ones_like(batch.decoding)
         decoder = self.decoder
@@ -367,7 +367,7 @@ class PagedBatching:
         sizes = np.array([float(size) for size in [STEP_TOKENS] * bool(whole) + [rest] * bool(rest)])
         often = np.array([whole] * bool(whole) + [1] * bool(rest), float)
         none = np.zeros_like(sizes)
-        each = self._forward.layers_s(Batch(none, none, none, none, none), sizes) + self._paged_s(sizes, sizes)
+        each = self._forward.layers_s(ForwardPasses(none, none, none, none, none), sizes) + self._paged_s(sizes, sizes)
         return float(often @ each)
 
     def _paged_s(self, queries: Floats, keys: Floats) -> Floats:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autofit.fakegpu.engines.forward import ITEM, Batch, Decoder, Forward, facts_from_json, kernel_seconds
+from autofit.fakegpu.engines.forward import ITEM, Decoder, Forward, ForwardPasses, facts_from_json, kernel_seconds
 from autofit.fakegpu.rates.kernels import Floats
 from autofit.fakegpu.specs import FakeGpuError, GpuSpec, HostCosts
 
@@ -210,11 +210,11 @@ class _Play:
         return rounds * block + int(np.searchsorted(taken, rest, side="right"))
 
 
-def batches(stretches: list[Stretch]) -> tuple[Batch, Floats, Floats]:
+def batches(stretches: list[Stretch]) -> tuple[ForwardPasses, Floats, Floats]:
     """(the batches of the stretches, sequences that are sampled in each, steps of each)."""
     columns = np.array([tuple(stretch) for stretch in stretches], float).reshape(-1, 7).T
     steps, decoding, context, prefilling, queries, keys, ends = columns
-    return Batch(decoding, context + 1.0, prefilling, queries, keys), decoding + ends, steps
+    return ForwardPasses(decoding, context + 1.0, prefilling, queries, keys), decoding + ends, steps
 
 
 BLOCK_TOKENS = 16
@@ -411,13 +411,13 @@ class VllmEngine:
         batch, sampled, steps = batches(stretches)
         return float(steps @ self.steps_s(batch, sampled))
 
-    def steps_s(self, batch: Batch, sampled: Floats) -> Floats:
+    def steps_s(self, batch: ForwardPasses, sampled: Floats) -> Floats:
         """Seconds of one step of each batch: the card's or the host's, whichever is longer."""
         card, launching = self.card_s(batch, sampled), self._launching_s(batch)
         host = _STEP_HOST_S + _SEQUENCE_HOST_S * (batch.decoding + batch.prefilling)
         return np.asarray(host + np.maximum(card, launching) if self.waits else np.maximum(card, host + launching))
 
-    def card_s(self, batch: Batch, sampled: Floats) -> Floats:
+    def card_s(self, batch: ForwardPasses, sampled: Floats) -> Floats:
         """Seconds of the card's kernels."""
         forward = self.forward
         sampling = _GREEDY_BYTES if self.greedy else _RANDOM_BYTES
@@ -435,7 +435,7 @@ class VllmEngine:
         place = np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)
         return np.where(tokens <= sizes[-1], sizes[place], tokens)
 
-    def _launching_s(self, batch: Batch) -> Floats:
+    def _launching_s(self, batch: ForwardPasses) -> Floats:
         """Host seconds of launches outside a single graph: attention between the graphs of a mixed batch.
 
         With enforce_eager nothing is compiled either (vllm/config, CompilationLevel.NO_COMPILATION).

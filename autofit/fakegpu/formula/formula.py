@@ -287,14 +287,14 @@ def _bytes(kind: Kind, unit: int, symbols: Symbols) -> Polynomial:
     return total
 
 
-class _Moment(NamedTuple):
+class _AllocationMoment(NamedTuple):
     """An allocation: the number of its event, and its place among those of its kind in one pass through a phase."""
 
     event: int
     from_first: int
     from_last: int
 
-    def plays_as(self, deeper: _Moment) -> bool:
+    def plays_as(self, deeper: _AllocationMoment) -> bool:
         """True if both are the same one of their kind, counted from the first, from the last, or from the middle.
 
         The middle is where the backward pass begins, which computes a checkpointed layer's forward once more.
@@ -305,7 +305,7 @@ class _Moment(NamedTuple):
 
 def _moments(
     trace: Trace, table: Floats, order: Mapping[tuple[Kind, int], int], x: Floats
-) -> tuple[Floats, dict[tuple[object, ...], _Moment]]:
+) -> tuple[Floats, dict[tuple[object, ...], _AllocationMoment]]:
     """Live-byte coefficients after each event; the first, last and highest moments of each kind."""
     of_allocation = np.asarray([order[k, u] for k, u in zip(trace.kinds, trace.unit_bytes, strict=True)])
     live = np.cumsum(trace.signs[:, None] * table[of_allocation[trace.ids]], axis=0)
@@ -318,12 +318,12 @@ def _moments(
     from_first, from_last = _places(keys + len(names) * passes)
     time = np.arange(len(events), dtype=float)
     heights = live[events] @ x[:: max(1, len(x) // _WORST_POINTS)].T
-    found: dict[tuple[object, ...], _Moment] = {}
+    found: dict[tuple[object, ...], _AllocationMoment] = {}
     for which, rank in enumerate([-time, time, *heights.T]):
         sorted_ = np.lexsort((rank, keys))
         last = sorted_[np.append(keys[sorted_][1:] != keys[sorted_][:-1], True)]
         for (phase, symbol), at in zip(names, last, strict=True):
-            found[phase, symbol, which] = _Moment(int(events[at]), int(from_first[at]), int(from_last[at]))
+            found[phase, symbol, which] = _AllocationMoment(int(events[at]), int(from_first[at]), int(from_last[at]))
     return live, found
 
 

@@ -25,7 +25,7 @@ from autofit.fakegpu.formula.polynomials import (
 )
 from autofit.fakegpu.kernels import Times, product_name
 from autofit.fakegpu.rates.kernels import Work
-from autofit.fakegpu.specs import HostCosts, Launch
+from autofit.fakegpu.specs import HostCosts, LaunchOrigin
 
 
 class Info(NamedTuple):
@@ -77,7 +77,7 @@ class HostCounts(NamedTuple):
     def seconds(self, costs: HostCosts) -> float:
         """Those beside the card's work."""
         launches = (self.plain, self.recorded, self.autograd)
-        return self.views * costs.view_s + sum(n * costs.of(by) for by, n in zip(Launch, launches, strict=True))
+        return self.views * costs.view_s + sum(n * costs.of(by) for by, n in zip(LaunchOrigin, launches, strict=True))
 
     def alone_s(self, costs: HostCosts) -> float:
         """Seconds of the host's work while the card is idle."""
@@ -249,10 +249,10 @@ class KernelLog:
         if self.on and alone and self.of_step and self.phase_of_step:
             self._hosts.setdefault(self.phase_of_step, list(HostCounts()))[_ALONE] += launches
         elif self.on:
-            self._host()[_ALONE if alone else Launch.PLAIN] += launches
+            self._host()[_ALONE if alone else LaunchOrigin.PLAIN] += launches
 
     def kernel(
-        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: Launch
+        self, func: OpOverload, args: Sequence[object], out: object, *, work: Work, times: Times, by: LaunchOrigin
     ) -> None:
         if not self.on:
             return

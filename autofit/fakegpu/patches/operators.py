@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autofit.fakegpu.card import FakeGpu
 from autofit.fakegpu.clock import launch
 from autofit.fakegpu.patches.redirect import Target, Undo, untouched
-from autofit.fakegpu.specs import Launch
+from autofit.fakegpu.specs import LaunchOrigin
 from autofit.fakegpu.tracer import Tracer
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ def _into_zeros(tracer: Tracer, function: OpOverload, args: Sequence[object], kw
 
 def _by_engine() -> bool:
     """True if the caller is the C++ engine itself; a backward written in Python has its own frame."""
-    if launch() is not Launch.AUTOGRAD:
+    if launch() is not LaunchOrigin.AUTOGRAD:
         return False
     return sys._getframe(4).f_code.co_name == "_engine_run_backward"  # here, the handler, _run, __torch_dispatch__
 

@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from autofit.fakegpu.rates.kernels import MEASURED, STEP, Grid
+from autofit.fakegpu.rates.kernels import MEASURED, STEP, RateGrid
 from autofit.fakegpu.specs import CARDS_OF_A_MACHINE, MIB, GpuSpec
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast"]
@@ -57,12 +57,12 @@ _NVLINK_BYTES_PER_S = 100e9  # of a ring; PCIe 5.0 has 64 GB/s
 
 
 @cache
-def _tables() -> dict[str, Grid]:
+def _tables() -> dict[str, RateGrid]:
     """The logarithm of seconds by (number of cards, bytes), for each "system/operation"."""
     with np.load(Path(__file__).parent / "nccl.npz") as file:
         bytes_ = np.log(file["bytes"].astype(float))
         return {
-            key: Grid((np.log(file[f"{key.split('/')[0]}/cards"].astype(float)), bytes_), file[key] * STEP)
+            key: RateGrid((np.log(file[f"{key.split('/')[0]}/cards"].astype(float)), bytes_), file[key] * STEP)
             for key in file.files
             if key.split("/")[-1] in KINDS
         }

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class RateGrid:
     """`values` at the crossings of `axes` (the logarithm of each coordinate, ascending); outside, the edge's value."""
 
     axes: tuple[Floats, ...]
@@ -121,7 +121,7 @@ class GemmTable:
     """A card's products: `waves`, and the logarithm of measured over computed seconds by (m, n, k)."""
 
     waves: Waves
-    corrections: Grid
+    corrections: RateGrid
 
     def seconds(self, machine: Machine, m: Floats, n: Floats, k: Floats, batch: Floats | float = 1.0) -> Floats:
         """Seconds of `batch` products; several at once are corrected as one with as many rows."""
@@ -191,8 +191,8 @@ class AttentionTable:
     The heads are those of the whole batch, for decoding the key heads. `shortest_s` is the time of an empty kernel.
     """
 
-    prefill: Grid
-    decode: Grid
+    prefill: RateGrid
+    decode: RateGrid
     shortest_s: float
     version: int  # of flash attention, as measured
 
@@ -264,11 +264,11 @@ def card_rates(name: str) -> CardRates:
     """The rates of a measured card, read from its file (a few milliseconds)."""
     with np.load(Path(__file__).parent / f"{name}.npz") as file:
         flops, bandwidth, multiprocessors = file["machine"].tolist()
-        corrections = Grid(tuple(np.log(file[f"gemm_{axis}"]) for axis in "mnk"), file["gemm"] * STEP)
+        corrections = RateGrid(tuple(np.log(file[f"gemm_{axis}"]) for axis in "mnk"), file["gemm"] * STEP)
         axes = tuple(np.log(file[f"attention_{number}"]) for number in range(4))
         shortest_s = float(file["shortest_s"])
         attention = AttentionTable(
-            prefill=Grid(axes, file["prefill"] * STEP), decode=Grid(axes, file["decode"] * STEP),
+            prefill=RateGrid(axes, file["prefill"] * STEP), decode=RateGrid(axes, file["decode"] * STEP),
             shortest_s=shortest_s, version=int(file["flash_version"]),
         )  # fmt: skip
         return CardRates(
