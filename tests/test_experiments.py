@@ -75,6 +75,25 @@ def test_an_experiment_that_ends_with_an_error_has_failed_and_one_that_still_run
     assert smoke.run("long", tmp_path, 1)[0] == ""
 
 
+def test_ci_runs_four_short_experiments_which_the_commit_draws_and_all_come_up() -> None:
+    assert set(smoke.SHORT) <= set(smoke.COMMANDS)
+    assert set(smoke.SERVERS) <= set(smoke.COMMANDS)
+    drawn = [smoke.sample(f"{number:040x}") for number in range(40)]
+    assert drawn == [smoke.sample(f"{number:040x}") for number in range(40)]
+    assert {len(set(names)) for names in drawn} == {4}
+    assert {name for names in drawn for name in names} == set(smoke.SHORT)
+    assert "python -m experiments.smoke --sample" in (ROOT / ".ci" / "smoke").read_text("utf-8")
+    assert re.search(r"for part in .*\bsmoke\b", (ROOT / ".ci" / "run").read_text("utf-8"))
+
+
+def test_an_experiment_whose_server_is_not_installed_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import postgres_server
+
+    monkeypatch.setattr(postgres_server, "missing", lambda: "postgres is not installed")
+    assert smoke.lacking("shared_studies") == "postgres is not installed"
+    assert smoke.lacking("engines") is None
+
+
 def search_experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program of experiments/search_efficiency, which imports its neighbours by their names."""
     monkeypatch.syspath_prepend(str(ROOT / "experiments" / "search_efficiency"))
