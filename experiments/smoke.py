@@ -37,6 +37,7 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "full_run/peak": ["experiments/full_run/peak.py", "--only", "sft"],
     "key_tables": ["-m", "experiments.key_tables"],
     "large_study": ["experiments/large_study/run.py", "--trials", "20", "--samplers", "random", "--short", "5"],
+    "large_study/storages": ["experiments/large_study/storages.py", "--smoke"],
     "neutrality": ["experiments/neutrality/run.py", "--only", "sft"],
     "neutrality/ranks": ["experiments/neutrality/ranks.py"],
     "peaks": ["-m", "experiments.frontends.peaks", "--smoke"],
@@ -67,8 +68,8 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "verl_logs": ["experiments/verl_logs/run.py", "1"],
 }  # fmt: skip
 SHORT = (  # each took at most 6 s of a processor and 11 s in all, alone on two cores: CI draws from them
-    "acceptance", "engines", "key_tables", "peers", "ranks/foundry", "seeds", "shared_studies", "shared_studies/sqlite",
-    "slurm", "slurm/cost",
+    "acceptance", "engines", "key_tables", "large_study/storages", "peers", "ranks/foundry", "seeds", "shared_studies",
+    "shared_studies/sqlite", "slurm", "slurm/cost",
 )  # fmt: skip
 _DRAWN = 4
 # Of a server that Debian has: the module of tests/ that starts one, and says what this machine lacks for it.

@@ -77,7 +77,8 @@ def main(url: str, trials: int = 300, searches: int = 4) -> None:
         from postgres_server import server
 
         with server() as made:
-            return main(made.new_database("studies"), trials, searches)
+            main(made.new_database("studies"), trials, searches)
+        return
     with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(searches) as pool:
         for line in pool.starmap(one, [(url, trials, number, folder) for number in range(searches)]):
             print(line)
