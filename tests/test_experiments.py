@@ -3,7 +3,9 @@
 import ast
 import importlib
 import inspect
+import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from experiments import smoke
+from experiments.acceptance import page
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
@@ -92,6 +95,39 @@ def test_an_experiment_whose_server_is_not_installed_is_named_and_not_run(monkey
     monkeypatch.setattr(postgres_server, "missing", lambda: "postgres is not installed")
     assert smoke.lacking("shared_studies") == "postgres is not installed"
     assert smoke.lacking("engines") is None
+
+
+WITH_COMMIT = (
+    "busy_machine/results.json", "drift/results.json", "fakegpu_depth/results.json", "full_run/overhead.json",
+    "full_run/peak.json", "large_study/results.json", "probe_overhead/results.json",
+    "slurm/cost.json", "slurm/scale.json", "slurm/storm.json", "slurm/two_nodes.json", "tiny_reward/results.json",
+    "two_cards/results.json", "verl_boundaries/results.json", "verl_logs/results.json",
+)  # fmt: skip
+
+
+def commits_of(found: object) -> list[object]:
+    """The commit of a file of results, or of each of its rows; None where there is none."""
+    if isinstance(found, list):
+        return [row.get("commit") for row in found]
+    assert isinstance(found, dict)
+    if "commit" in found or "commit" in found.get("summary", {}):
+        return [found.get("commit") or found["summary"]["commit"]]
+    return [row.get("commit") for row in found.values() if isinstance(row, dict)] or [None]
+
+
+def test_results_name_the_commit_that_made_them() -> None:
+    made_by = {
+        name: commits_of(json.loads((ROOT / "experiments" / name).read_text("utf-8"))) for name in WITH_COMMIT
+    }  # fmt: skip
+    assert not [name for name, commits in made_by.items() if not commits or None in commits]
+    try:
+        shallow = page.git("rev-parse", "--is-shallow-repository") == "true"
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git repository: whether these commits exist cannot be told")
+    if shallow:
+        pytest.skip("a clone with a short history does not have the commits of the results")
+    distinct = {str(commit) for commits in made_by.values() for commit in commits}
+    assert not [commit for commit in distinct if not page.knows(commit)]
 
 
 def search_experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

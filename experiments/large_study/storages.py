@@ -19,11 +19,14 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
 from autofit.tuning.study import SoleWriter
+from experiments.kept import commit
 
 NAMES = ("journal", "sole_writer")
 _RESULT = {"result": {"phases": [{"name": "update", "peak_allocated_bytes": 1}] * 20}}
@@ -123,8 +126,8 @@ def main() -> None:
     load = round(os.getloadavg()[0], 2)
     with tempfile.TemporaryDirectory() as home:
         found = {name: trials(name, counts, Path(home)) | kills(name, ends, Path(home)) for name in NAMES}
-    told = json.dumps({"date": date.today().isoformat(), "optuna": version("optuna"), "load_average_before": load,
-                       "cores": os.cpu_count(), **found}, indent=1)  # fmt: skip
+    told = json.dumps({"date": date.today().isoformat(), "commit": commit(), "optuna": version("optuna"),
+                       "load_average_before": load, "cores": os.cpu_count(), **found}, indent=1)  # fmt: skip
     print(told)
     if not options.smoke:
         _HERE.with_suffix(".json").write_text(told + "\n", encoding="utf-8")

@@ -20,6 +20,8 @@ import psutil
 from lawful import seconds_of
 from slurm_cluster import CPUS, cluster
 
+from experiments.kept import commit
+
 NODES = 8
 LAWFUL_S = "5-60"
 
@@ -35,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home, cluster(nodes=nodes) as slurm:
         os.environ["SLURM_CONF"] = str(slurm.conf)
         row = {
-            "date": date.today().isoformat(), "slurm": slurm.run("sinfo", "--version").strip(),
+            "date": date.today().isoformat(), "commit": commit(), "slurm": slurm.run("sinfo", "--version").strip(),
             "optuna": version("optuna"), "slots": nodes * CPUS, "probes": probes, "probe_s": probe_s,
             "probes_per_job": per_job, "cpus_of_this_machine": psutil.cpu_count(),
             **measured(Path(home), probes, per_job, nodes * CPUS, probe_s),
