@@ -67,9 +67,11 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "verl_boundaries": ["experiments/verl_boundaries/run.py", "1"],
     "verl_logs": ["experiments/verl_logs/run.py", "1"],
 }  # fmt: skip
-SHORT = (  # each took at most 6 s of a processor and 11 s in all, alone on two cores: CI draws from them
+# Each took at most 6 s of a processor and 11 s in all: CI draws from them. Without a Slurm of its own: CI's tests start
+# several, on the same two cores, and a test that failed for want of time has a second chance there.
+SHORT = (
     "acceptance", "engines", "key_tables", "large_study/storages", "peers", "ranks/foundry", "seeds", "shared_studies",
-    "shared_studies/sqlite", "slurm", "slurm/cost",
+    "shared_studies/sqlite", "slurm/cost",
 )  # fmt: skip
 _DRAWN = 4
 # Of a server that Debian has: the module of tests/ that starts one, and says what this machine lacks for it.
