@@ -99,7 +99,7 @@ def test_an_experiment_whose_server_is_not_installed_is_named_and_not_run(monkey
 
 WITH_COMMIT = (
     "busy_machine/results.json", "drift/results.json", "fakegpu_depth/results.json", "full_run/overhead.json",
-    "full_run/peak.json", "large_study/results.json", "probe_overhead/results.json",
+    "full_run/peak.json", "large_study/results.json", "large_study/storages.json", "probe_overhead/results.json",
     "slurm/cost.json", "slurm/scale.json", "slurm/storm.json", "slurm/two_nodes.json", "tiny_reward/results.json",
     "two_cards/results.json", "verl_boundaries/results.json", "verl_logs/results.json",
 )  # fmt: skip
