@@ -1,13 +1,24 @@
-"""How long an answer is waited for, and which of two answers of one row is kept."""
+"""Of results: the commit that they are kept with, how long an answer is waited for, which of two answers is kept."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TIMED_OUT = "timed_out"  # of an answer: the seconds after which it was given up
 OLDER = "asked_again"  # of an older answer that was kept: when it was asked again, and what came of it
+
+
+def commit() -> str:
+    """The last commit of the code that a result is made with.
+
+    Results from before 2026-12-01 that were kept without one name the commit that recorded them.
+    """
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def patience(limit_s: float) -> float:

@@ -2,12 +2,16 @@
 
 It runs in a clone of the last commit, where it may write its results. One that still runs after --seconds is stopped
 and counts as one that runs: what is looked for is a program that no longer fits the code which it measures.
+
+`--sample` runs four of those that end within seconds (SHORT), drawn by the last commit: CI's share, in `.ci/smoke`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -33,6 +37,7 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "full_run/peak": ["experiments/full_run/peak.py", "--only", "sft"],
     "key_tables": ["-m", "experiments.key_tables"],
     "large_study": ["experiments/large_study/run.py", "--trials", "20", "--samplers", "random", "--short", "5"],
+    "large_study/storages": ["experiments/large_study/storages.py", "--smoke"],
     "neutrality": ["experiments/neutrality/run.py", "--only", "sft"],
     "neutrality/ranks": ["experiments/neutrality/ranks.py"],
     "peaks": ["-m", "experiments.frontends.peaks", "--smoke"],
@@ -50,6 +55,11 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "search_efficiency/cpu": ["experiments/search_efficiency/cpu.py", "--seeds", "1", "--probes", "2"],
     "search_efficiency/scale": ["experiments/search_efficiency/scale.py"],
     "seeds": ["experiments/seeds/run.py", "--only", "003_bf16"],
+    "shared_studies": ["experiments/shared_studies/cost.py", "postgres", "5", "1"],
+    "shared_studies/sqlite": ["experiments/shared_studies/cost.py", "sqlite", "5", "1"],
+    "slurm": ["experiments/slurm/scale.py", "--smoke"],
+    "slurm/cost": ["experiments/slurm/cost.py", "--trials", "20"],
+    "slurm/storm": ["experiments/slurm/storm.py", "--probes", "6", "--events", "2"],
     "storm": ["-m", "experiments.storm", "--inputs", "100", "--torn", "1", "--kills", "1", "--minutes", "1"],
     "tabular": ["-m", "experiments.tabular.searches"],
     "tuners": ["-m", "experiments.tuners", "--only", "autofit search"],
@@ -57,6 +67,15 @@ COMMANDS: dict[str, list[str]] = {  # by name: what python is given
     "verl_boundaries": ["experiments/verl_boundaries/run.py", "1"],
     "verl_logs": ["experiments/verl_logs/run.py", "1"],
 }  # fmt: skip
+# Each took at most 6 s of a processor and 11 s in all: CI draws from them. Without a Slurm of its own: CI's tests start
+# several, on the same two cores, and a test that failed for want of time has a second chance there.
+SHORT = (
+    "acceptance", "engines", "key_tables", "large_study/storages", "peers", "ranks/foundry", "seeds", "shared_studies",
+    "shared_studies/sqlite", "slurm/cost",
+)  # fmt: skip
+_DRAWN = 4
+# Of a server that Debian has: the module of tests/ that starts one, and says what this machine lacks for it.
+SERVERS = {"shared_studies": "postgres_server", "slurm": "slurm_cluster", "slurm/storm": "slurm_cluster"}
 NEEDS = {  # what the others need beside this repository's own environment
     "accuracy": "a clone of the measured project",
     "advise": "nothing: three recipes that `autofit advise` is given",
@@ -65,10 +84,24 @@ NEEDS = {  # what the others need beside this repository's own environment
     "gpu": "a card, or `--tiny` and `--device cpu`, as tests/test_campaign.py runs it",
     "oracle": "torch's CUDA build",
     "own_trainers": "the other tools' own environments",
-    "shared_studies": "a Postgres",
-    "slurm": "a Slurm",
+    "slurm/two_nodes": "minutes: tests/test_slurm_promote.py has its run, with fewer steps",
     "tiny_reward": "GSM8K",
 }
+
+
+def lacking(name: str) -> str | None:
+    """What this machine lacks for a server that the experiment starts; None where it has all."""
+    if name not in SERVERS:
+        return None
+    if (tests := str(REPOSITORY / "tests")) not in sys.path:
+        sys.path.append(tests)
+    said: str | None = importlib.import_module(SERVERS[name]).missing()
+    return said
+
+
+def sample(commit: str) -> list[str]:
+    """Names of the short experiments that are drawn for a commit, in their order; always the same ones."""
+    return sorted(random.Random(commit).sample(SHORT, _DRAWN))
 
 
 def run(name: str, copy: Path, limit_s: float) -> tuple[str, float]:
@@ -105,18 +138,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.smoke", description=__doc__)
     parser.add_argument("name", nargs="*", choices=[*COMMANDS, []], help="of an experiment (default: all)")
     parser.add_argument("--seconds", type=float, default=120.0, help="after which one is stopped (120)")
+    parser.add_argument("--sample", action="store_true", help="four short ones, drawn by the last commit")
     options = parser.parse_args()
-    failed = 0
+    names, failed = options.name or list(COMMANDS), 0
     with tempfile.TemporaryDirectory(prefix="smoke-") as home:
         copy = Path(home) / "autofit"
         subprocess.run(["git", "clone", "-q", REPOSITORY, copy], check=True)
-        for name in options.name or COMMANDS:
+        if options.sample:
+            head = ["git", "-C", str(copy), "rev-parse", "HEAD"]
+            names = sample(subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip())
+            print(f"drawn by the last commit: {', '.join(names)}", flush=True)
+        for name in names:
+            if lacks := lacking(name):
+                print(f"{name}: not run, {lacks}", flush=True)
+                continue
             problem, spent_s = run(name, copy, options.seconds)
             failed += bool(problem)
             print(f"{name}: {'ok' if not problem else 'FAILED'} in {spent_s:.0f} s", flush=True)
             if problem:
                 print(problem, flush=True)
-    for name, what in NEEDS.items():
+    for name, what in NEEDS.items() if not (options.sample or options.name) else ():
         print(f"{name}: not run, it needs {what}")
     return 1 if failed else 0
 

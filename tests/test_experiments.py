@@ -3,7 +3,9 @@
 import ast
 import importlib
 import inspect
+import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from experiments import smoke
+from experiments.acceptance import page
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "experiments").rglob("*.py"))
@@ -73,6 +76,58 @@ def test_an_experiment_that_ends_with_an_error_has_failed_and_one_that_still_run
     monkeypatch.setattr(smoke, "COMMANDS", {name: ["-c", text] for name, text in programs.items()})
     assert smoke.run("wrong", tmp_path, 60)[0].endswith("ValueError: no such key")
     assert smoke.run("long", tmp_path, 1)[0] == ""
+
+
+def test_ci_runs_four_short_experiments_which_the_commit_draws_and_all_come_up() -> None:
+    assert set(smoke.SHORT) <= set(smoke.COMMANDS)
+    assert set(smoke.SERVERS) <= set(smoke.COMMANDS)
+    drawn = [smoke.sample(f"{number:040x}") for number in range(40)]
+    assert drawn == [smoke.sample(f"{number:040x}") for number in range(40)]
+    assert {len(set(names)) for names in drawn} == {4}
+    assert {name for names in drawn for name in names} == set(smoke.SHORT)
+    assert "python -m experiments.smoke --sample" in (ROOT / ".ci" / "smoke").read_text("utf-8")
+    assert re.search(r"for part in .*\bsmoke\b", (ROOT / ".ci" / "run").read_text("utf-8"))
+
+
+def test_an_experiment_whose_server_is_not_installed_is_named_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import postgres_server
+
+    monkeypatch.setattr(postgres_server, "missing", lambda: "postgres is not installed")
+    assert smoke.lacking("shared_studies") == "postgres is not installed"
+    assert smoke.lacking("engines") is None
+
+
+WITH_COMMIT = (
+    "busy_machine/results.json", "drift/results.json", "fakegpu_depth/results.json", "full_run/overhead.json",
+    "full_run/peak.json", "large_study/results.json", "large_study/storages.json", "probe_overhead/results.json",
+    "slurm/cost.json", "slurm/scale.json", "slurm/storm.json", "slurm/two_nodes.json", "tiny_reward/results.json",
+    "two_cards/results.json", "verl_boundaries/results.json", "verl_logs/results.json",
+)  # fmt: skip
+
+
+def commits_of(found: object) -> list[object]:
+    """The commit of a file of results, or of each of its rows; None where there is none."""
+    if isinstance(found, list):
+        return [row.get("commit") for row in found]
+    assert isinstance(found, dict)
+    if "commit" in found or "commit" in found.get("summary", {}):
+        return [found.get("commit") or found["summary"]["commit"]]
+    return [row.get("commit") for row in found.values() if isinstance(row, dict)] or [None]
+
+
+def test_results_name_the_commit_that_made_them() -> None:
+    made_by = {
+        name: commits_of(json.loads((ROOT / "experiments" / name).read_text("utf-8"))) for name in WITH_COMMIT
+    }  # fmt: skip
+    assert not [name for name, commits in made_by.items() if not commits or None in commits]
+    try:
+        shallow = page.git("rev-parse", "--is-shallow-repository") == "true"
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git repository: whether these commits exist cannot be told")
+    if shallow:
+        pytest.skip("a clone with a short history does not have the commits of the results")
+    distinct = {str(commit) for commits in made_by.values() for commit in commits}
+    assert not [commit for commit in distinct if not page.knows(commit)]
 
 
 def search_experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

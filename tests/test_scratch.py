@@ -10,7 +10,10 @@ import pytest
 from autofit import files
 from autofit.files import ScratchFolder, claim, release
 
-_HOLDS = "import sys; from autofit.files import Scratch; s = Scratch('x-'); print(s.path, flush=True); sys.stdin.read()"
+_HOLDS = (
+    "import sys; from autofit.files import ScratchFolder; s = ScratchFolder('x-'); "
+    "print(s.path, flush=True); sys.stdin.read()"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -97,12 +97,18 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def commit_of(part: Part) -> str:
+    """The commit that made a part's figures, or that last changed the results which stand; "" where there is none."""
+    made = page.made().get(part.name)
+    return str(made["commit"]) if made else page.last_commit(part)[0]
+
+
 def status(part: Part) -> str:
     """The age of a part's figures, in commits of the measured code."""
-    made = page.made().get(part.name)
-    commit = made["commit"] if made else page.last_commit(part)[0]
-    if not commit:
+    if not (commit := commit_of(part)):
         return f"{part.name}: not made yet"
+    if not page.knows(commit):
+        return f"{part.name}: results of commit {commit}, which this clone does not have"
     return f"{part.name}: results of commit {commit}; {page.commits_since(commit)} commits have changed the code since"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from experiments.peers.__main__ import commit
+from experiments.kept import commit
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -105,6 +105,12 @@ def commits_since(commit: str) -> int:
     return int(git("rev-list", "--count", f"{commit}..HEAD", "--", *CODE) or 0)
 
 
+def knows(commit: str) -> bool:
+    """Whether this clone has a commit; one with a short history does not have each."""
+    said = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(said, cwd=ROOT, check=False, capture_output=True).returncode == 0
+
+
 def git(*words: str) -> str:
     """What a git command prints in this repository."""
     return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

@@ -13,11 +13,13 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import busy
 
 from autofit.tuning.frontier import winner
+from experiments.kept import commit
 
 BASELINE_S = 0.7
 SLOWER_FRAC = 0.02  # a winner is called slower than the baseline if its idle step is longer by more than this share
@@ -62,6 +64,7 @@ def main() -> None:
                 row[f"slower_{rule}"] = mean(f[rule] < 1 / (1 + SLOWER_FRAC) for f in found)
                 row[f"faster_{rule}"] = mean(f[rule] > 1.05 for f in found)
             row["least_told"] = min(f["told"] for f in found)
+            row["commit"] = commit()
             rows.append(row)
             print(json.dumps(row), flush=True)
     (Path(__file__).parent / "results.json").write_text(json.dumps(rows, indent=1) + "\n")

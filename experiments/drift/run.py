@@ -21,6 +21,7 @@ import numpy as np
 from autofit.fakegpu import gpu_spec
 from autofit.watching.events import RunEvent
 from drift.trainings import STEPS, Case, Outcome, drawn, trained
+from experiments.kept import commit
 
 HERE = Path(__file__).parent
 KINDS = ("sft", "sft", "dpo", "sft", "grpo", "sft", "sft", "sft", "sft", "sft")  # of dataset number n: n modulo 10
@@ -113,7 +114,7 @@ def main() -> None:
         for number in sorted(set(range(COUNT)) - done):
             found["rows"].append(measured(number, Path(folder)))
             found["rows"].sort(key=lambda row: int(row["number"]))
-            found["summary"] = summary(found["rows"])
+            found["summary"] = summary(found["rows"]) | {"commit": commit()}
             path.write_text(json.dumps(found, indent=1) + "\n")
             (HERE / "table.md").write_text(table(found))
             print(number, found["summary"], file=sys.stderr, flush=True)

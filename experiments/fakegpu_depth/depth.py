@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from fakegpu import tiny_trainers
 from fakegpu.tiny_trainers import Case, train
@@ -34,6 +35,7 @@ from autofit.fakegpu.depth.expand import Mark, TracedRun, expanded, run_of
 from autofit.fakegpu.depth.layers import LayerClock
 from autofit.fakegpu.depth.stack import shrink
 from autofit.fakegpu.replay import least_capacity, replay
+from experiments.kept import commit
 
 SIZES = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936},
@@ -88,7 +90,7 @@ def main() -> None:
                 "reserved_error_bytes": mine.peak_reserved_bytes - true.peak_reserved_bytes,
                 "least_capacity_error_bytes": least_capacity(short.log) - least_capacity(long.log),
                 "seconds_error_frac": short.seconds()[0] / long.seconds()[0] - 1,
-                "cpu_s": short_s, "full_depth_cpu_s": long_s,
+                "cpu_s": short_s, "full_depth_cpu_s": long_s, "commit": commit(),
             })  # fmt: skip
             print(json.dumps(results[-1]), flush=True)
             (Path(__file__).parent / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -24,11 +25,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import autofit
 from autofit.watching.contract import Promise
+from experiments.kept import commit
 
 SIZES = {  # hidden size, layers, tokens of a sample
     "tiny": (32, 2, 16),
@@ -165,8 +169,9 @@ def main() -> None:
             found[size] = figures(training(size, 2 * pairs + WARM_UP, Path(folder)))
         print(size, json.dumps(found[size]), flush=True)
     packages = {name: version(name) for name in ("torch", "transformers")}
-    content = {"date": str(date.today()), "device": "cpu", "cores": os.cpu_count(), "threads": 1, "versions": packages,
-               "load_average": os.getloadavg()[1], "hooks_alone_us": warm_us, "results": found}  # fmt: skip
+    content = {"date": str(date.today()), "commit": commit(), "device": "cpu", "cores": os.cpu_count(), "threads": 1,
+               "versions": packages, "load_average": os.getloadavg()[1], "hooks_alone_us": warm_us,
+               "results": found}  # fmt: skip
     Path(__file__).with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
 
 

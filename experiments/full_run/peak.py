@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(HERE)]
+sys.path[:0] = [str(ROOT / "tests"), str(HERE), str(ROOT)]
 STEPS, SAVE_AT = 6, 3
 OFFLINE = {"max_steps": STEPS, "gradient_accumulation_steps": 2}
 
@@ -41,6 +41,8 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def main() -> None:
+    from experiments.kept import commit
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="recipes whose name has this text")
     only = parser.parse_args().only
@@ -52,7 +54,8 @@ def main() -> None:
             if only in name:
                 rows[name] = measured(name, trainer, changes, Path(folder), model, server)
                 print(name, rows[name], file=sys.stderr, flush=True)
-                found = {"date": datetime.now(UTC).date().isoformat(), "versions": _versions(), "rows": rows}
+                now = {"date": datetime.now(UTC).date().isoformat(), "commit": commit()}
+                found = {**now, "versions": _versions(), "rows": rows}
                 path.write_text(json.dumps(found, indent=1) + "\n")
                 (HERE / "peak.md").write_text(table(found))
 

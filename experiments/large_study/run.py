@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "search_efficiency"))
 
 import cases
@@ -37,6 +38,7 @@ from autofit.tuning.record import record_of
 from autofit.tuning.sampler import SamplerName
 from autofit.tuning.search import Plan, Search, open_study
 from autofit.tuning.study import load_study, trials_of
+from experiments.kept import commit
 
 AT = (10, 100, 300, 1000)
 _WINDOW = 10  # trials over which a figure is a mean
@@ -98,7 +100,8 @@ def main(trials: int, samplers: tuple[SamplerName, ...], short: int) -> None:
         rows: dict[str, Any] = {name: searched(case, folder / name, name, short, mirrored=False) for name in samplers}
         whole = searched(case, folder, "autofit", trials, mirrored=True) | opened(case, folder, trials)
     content: dict[str, Any] = {
-        "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
+        "date": date.today().isoformat(), "commit": commit(),
+        "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
         "versions": {n: version(n) for n in ("optuna", "mlflow", "numpy", "scipy")},
         "python": platform.python_version(), "load_average_before": round(load, 2), "candidates": len(case.grid),
         "autofit": whole, **rows,

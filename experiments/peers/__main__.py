@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.kept import OLDER, TIMED_OUT, newer, patience
+from experiments.kept import OLDER, TIMED_OUT, commit, newer, patience
 from experiments.peers import table
 from experiments.peers.hub import hub, model
 from experiments.peers.peers import PEERS, CannotSayError, Peer
@@ -153,11 +153,6 @@ def version(peer: Peer) -> str:
     python = str(home(peer) / "bin" / "python")
     program = f"import importlib.metadata as m; print(m.version({peer.distribution!r}))"
     return subprocess.run([python, "-c", program], capture_output=True, text=True).stdout.strip()
-
-
-def commit() -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import tiny
@@ -23,6 +24,7 @@ from autofit.probing.fork_server import ForkServer
 from autofit.probing.launch import Launcher
 from autofit.probing.prepare import prepare, worst_case_path
 from autofit.probing.result import ProbeRequest
+from experiments.kept import commit
 
 
 def main(repeats: int = 10) -> None:
@@ -58,8 +60,8 @@ def main(repeats: int = 10) -> None:
     finally:
         server.close()
     content = {
-        "date": date.today().isoformat(), "device": f"cpu x {os.cpu_count()} ({platform.machine()})",
-        "repeats": repeats,
+        "date": date.today().isoformat(), "commit": commit(),
+        "device": f"cpu x {os.cpu_count()} ({platform.machine()})", "repeats": repeats,
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "submitit")},
         "load_average_1min": round(os.getloadavg()[0], 2),
         "server_start_and_inspection_s": round(start_s, 2), **rows,

@@ -1,7 +1,8 @@
 """The cost of a shared database: `python experiments/shared_studies/cost.py URL [TRIALS] [SEARCHES]`.
 
 Each search is a process with probes that answer at once. Prints, of each: trials, seconds a trial, statements a trial,
-seconds in statements a trial, and statements a poll while a probe works. URL is a Postgres, or `sqlite` for a file.
+seconds in statements a trial, and statements a poll while a probe works. URL is a Postgres, `sqlite` for a file, or
+`postgres` for a server of its own, where Debian's package is installed.
 """
 
 import sys
@@ -72,6 +73,12 @@ def one(url: str, trials: int, number: int, folder: str) -> str:
 
 
 def main(url: str, trials: int = 300, searches: int = 4) -> None:
+    if url == "postgres":
+        from postgres_server import server
+
+        with server() as made:
+            main(made.new_database("studies"), trials, searches)
+        return
     with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(searches) as pool:
         for line in pool.starmap(one, [(url, trials, number, folder) for number in range(searches)]):
             print(line)

@@ -20,6 +20,7 @@ from autofit.files import write_json
 from autofit.probing.launch import Launcher
 from autofit.probing.result import ProbeRequest
 from autofit.tuning.search import Search, open_study
+from experiments.kept import commit
 
 AT = (100, 300, 1000, 3000, 10000)
 
@@ -59,7 +60,7 @@ def main() -> None:
         wanted = common.plan(Path(folder), trials, 64)
         Search(wanted, open_study(wanted), server_socket=None, launcher=launcher).run()
     found = {
-        "date": date.today().isoformat(), "optuna": version("optuna"),
+        "date": date.today().isoformat(), "commit": commit(), "optuna": version("optuna"),
         "at": {number: launcher.row(number) for number in AT if number <= trials},
     }  # fmt: skip
     Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """How busy a search keeps 64 slots: 1,000 probes of 5 to 60 s on a real Slurm of 8 nodes.
 
-`python experiments/slurm/scale.py [--probes 1000] [--per-job 8]`, as root, with Debian's Slurm: about 10 minutes.
+`python experiments/slurm/scale.py [--probes 1000] [--per-job 8]`, as root, with Debian's Slurm: about 10 minutes;
+`--smoke` is four short probes on two nodes, without a row.
 A slot is busy while its probe sleeps, so the start of jobs and probes counts as idle, like the queue. Adds a row to
 scale.json beside it.
 """
@@ -19,8 +20,9 @@ import psutil
 from lawful import seconds_of
 from slurm_cluster import CPUS, cluster
 
+from experiments.kept import commit
+
 NODES = 8
-SLOTS = NODES * CPUS
 LAWFUL_S = "5-60"
 
 
@@ -28,21 +30,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--probes", type=int, default=1000)
     parser.add_argument("--per-job", type=int, default=8)
+    parser.add_argument("--smoke", action="store_true")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as home, cluster(nodes=NODES) as slurm:
+    nodes, probe_s = (2, "0-1") if asked.smoke else (NODES, LAWFUL_S)
+    probes, per_job = (4, 2) if asked.smoke else (asked.probes, asked.per_job)
+    with tempfile.TemporaryDirectory() as home, cluster(nodes=nodes) as slurm:
         os.environ["SLURM_CONF"] = str(slurm.conf)
         row = {
-            "date": date.today().isoformat(), "slurm": slurm.run("sinfo", "--version").strip(),
-            "optuna": version("optuna"), "slots": SLOTS, "probes": asked.probes, "probe_s": LAWFUL_S,
-            "probes_per_job": asked.per_job, "cpus_of_this_machine": psutil.cpu_count(),
-            **measured(Path(home), asked.probes, asked.per_job),
+            "date": date.today().isoformat(), "commit": commit(), "slurm": slurm.run("sinfo", "--version").strip(),
+            "optuna": version("optuna"), "slots": nodes * CPUS, "probes": probes, "probe_s": probe_s,
+            "probes_per_job": per_job, "cpus_of_this_machine": psutil.cpu_count(),
+            **measured(Path(home), probes, per_job, nodes * CPUS, probe_s),
         }  # fmt: skip
-    common.add_row(Path(__file__).with_suffix(".json"), row)
+    if asked.smoke:
+        print(row)
+    else:
+        common.add_row(Path(__file__).with_suffix(".json"), row)
 
 
-def measured(folder: Path, probes: int, per_job: int) -> dict[str, object]:
+def measured(folder: Path, probes: int, per_job: int, slots: int, probe_s: str) -> dict[str, object]:
     log = folder / "driver.log"
-    driver = common.start([folder, probes, SLOTS, per_job], log, {"LAWFUL_S": LAWFUL_S})
+    driver = common.start([folder, probes, slots, per_job], log, {"LAWFUL_S": probe_s})
     cost_s, most_bytes = 0.0, 0
     while driver.poll() is None:
         try:
@@ -53,14 +61,14 @@ def measured(folder: Path, probes: int, per_job: int) -> dict[str, object]:
             break
         time.sleep(0.5)
     assert driver.wait() == 0, log.read_text()[-3000:]
-    folders = list(common.plan(folder, probes, SLOTS).probes_folder.glob("trial-*"))
+    folders = list(common.plan(folder, probes, slots).probes_folder.glob("trial-*"))
     spans = [(path.name, *_span(path)) for path in folders]
     began, asked_last = min(s for _, s, _ in spans), max(s for _, s, _ in spans)
     ended = max(e for _, _, e in spans)
-    slept = {name: (end - seconds_of(name, LAWFUL_S), end) for name, _, end in spans}
+    slept = {name: (end - seconds_of(name, probe_s), end) for name, _, end in spans}
     return {
-        "busy": round(_busy(slept.values(), began, ended), 3),
-        "busy_until_the_last_probe_started": round(_busy(slept.values(), began, asked_last), 3),
+        "busy": round(_busy(slept.values(), began, ended, slots), 3),
+        "busy_until_the_last_probe_started": round(_busy(slept.values(), began, asked_last, slots), 3),
         "seconds": round(ended - began), "trials_told": len(common.told(folder)), "attempts": len(folders),
         "driver_cpu_ms_per_trial": round(1000 * cost_s / probes, 1), "driver_rss_mb": round(most_bytes / 1e6),
     }  # fmt: skip
@@ -71,9 +79,9 @@ def _span(folder: Path) -> tuple[float, float]:
     return (folder / "request.json").stat().st_mtime, (folder / "answer.json").stat().st_mtime
 
 
-def _busy(slept: Iterable[tuple[float, float]], began: float, ended: float) -> float:
+def _busy(slept: Iterable[tuple[float, float]], began: float, ended: float, slots: int) -> float:
     """The share of all slots' time from `began` to `ended` in which a probe slept."""
-    return sum(max(0.0, min(e, ended) - max(s, began)) for s, e in slept) / (SLOTS * (ended - began))
+    return sum(max(0.0, min(e, ended) - max(s, began)) for s, e in slept) / (slots * (ended - began))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from slurm_cluster import Cluster, cluster
 
 from autofit.tuning.search import Search, open_study
 from autofit.tuning.study import load_study
+from experiments.kept import commit
 
 AT_ONCE, PER_JOB = 12, 4
 KINDS = ("driver", "scancel", "requeue", "step", "preempt", "node", "drain")
@@ -149,8 +150,9 @@ def storm(slurm: Cluster, folder: Path, asked: argparse.Namespace) -> dict[str, 
     left = [path.name for name in ("queue", "taken") for path in (wanted.probes_folder / "jobs" / name).iterdir()]
     time.sleep(3)
     return {
-        "date": date.today().isoformat(), "slurm": slurm.run("sinfo", "--version").strip(), "seed": asked.seed,
-        "probes": asked.probes, "events": dict(made.happened), "seconds": round(time.monotonic() - began),
+        "date": date.today().isoformat(), "commit": commit(), "seed": asked.seed,
+        "slurm": slurm.run("sinfo", "--version").strip(), "probes": asked.probes, "events": dict(made.happened),
+        "seconds": round(time.monotonic() - began),
         "states": dict(Counter(t.state.name for t in trials)), "trials": len(trials), "candidates": len(found),
         "equal_to_undisturbed": found == truth, "repeated_probes": sum(a > 1 for a in attempts),
         "most_attempts": max(attempts), "left_in_pool": left, "driver_ended_with_error": ended_alone,

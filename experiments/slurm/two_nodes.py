@@ -21,6 +21,7 @@ from test_slurm_promote import SAME, ended, folder_of_run, lines, logs, resumed,
 
 from autofit.files import read_json
 from autofit.recipe.launch import Launch
+from experiments.kept import commit
 
 
 def main(most: int) -> None:
@@ -53,7 +54,7 @@ def main(most: int) -> None:
             "attempt": (read_json(folder / "attempt.json") or {})["attempt"], "cores": os.cpu_count(),
             "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate", "submitit")},
             "slurm": slurm.run("sinfo", "--version").split()[1], "python": platform.python_version(),
-            "date": time.strftime("%Y-%m-%d"),
+            "date": time.strftime("%Y-%m-%d"), "commit": commit(),
         }  # fmt: skip
     Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

@@ -27,7 +27,7 @@ from autofit.probing.prepare import worst_case_path
 from autofit.recipe.keys import TIERS
 from autofit.space.space import Space
 from autofit.tuning.candidates import Grid
-from experiments.peers.__main__ import commit
+from experiments.kept import commit
 
 HERE = Path(__file__).parent
 TABLES = HERE / "tables"

@@ -23,7 +23,7 @@ from autofit.recipe.keys import TIERS
 from autofit.space.space import Candidate
 from autofit.tuning.candidates import Grid
 from autofit.tuning.sampler import SamplerName, make_sampler
-from experiments.peers.__main__ import commit
+from experiments.kept import commit
 from experiments.tabular.build import HERE, TABLES
 from experiments.tabular.loader import Table
 

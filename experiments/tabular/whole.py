@@ -25,7 +25,7 @@ from autofit.forecast.estimate import Estimator
 from autofit.forecast.forecast import Forecast
 from autofit.probing.prepare import worst_case_path
 from autofit.recipe.recipe import merge
-from experiments.peers.__main__ import commit
+from experiments.kept import commit
 from experiments.tabular.build import HERE, forecaster_of
 
 OUT, PAGE = HERE / "whole.json", HERE / "whole.md"

@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from experiments.kept import commit
 from experiments.tiny_reward.heldout import HeldOutReward, held_out_reward
 from experiments.tiny_reward.tiny import prepare_tiny
 
@@ -88,6 +89,7 @@ def main() -> None:
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     results = {
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
         "device": f"cpu ({platform.machine()}, {arguments.threads} threads)",
         "python": platform.python_version(),
         "versions": {package: version(package) for package in PACKAGES},

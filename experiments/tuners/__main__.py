@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.peers.__main__ import commit
+from experiments.kept import commit
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"

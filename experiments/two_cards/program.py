@@ -26,6 +26,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from autofit.fakegpu import FakeGpu, fake_gpu
 from autofit.plugin.ranks import simulated_rank
 from autofit.recipe.launch import Launch
+from experiments.kept import commit
 from experiments.two_cards.rows import Row, rows
 
 TOKENS = 4096
@@ -141,7 +142,7 @@ def run(row: Row) -> dict[str, object]:
     took = round(time.perf_counter() - started, 1)
     return {"row": row.name, "peak_allocated_bytes": peak, "allocated_bytes": held,
             "seconds_per_step": round(steps.ends_s[1] - steps.ends_s[0], 3), "simulation_s": took,
-            "notes": list(gpu.notes)}  # fmt: skip
+            "commit": commit(), "notes": list(gpu.notes)}  # fmt: skip
 
 
 def peak_and_held(metrics: dict[str, int]) -> tuple[int, int]:

@@ -39,6 +39,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 import yaml
 
@@ -57,6 +59,7 @@ from autofit.recipe.catalogue import architecture
 from autofit.recipe.launch import Launch
 from autofit.trainers import verl as trainer
 from autofit.trainers import verl_engine
+from experiments.kept import commit
 
 HERE = Path(__file__).parent
 KINDS = ("replayed", "with the longest of his steps")
@@ -311,7 +314,7 @@ def replay(row: Mapping[str, Any], prompts: int, steps: Sequence[int]) -> dict[s
         "fits": found.fits, "steps": len(steps) if at is None else sum(mark.event <= at for mark in deep.marks),
         "allocated_gib": round(found.peak_allocated_bytes / GIB, 2), "room_gib": round(room / GIB, 2),
         "reserved_gib": round(found.peak_reserved_bytes / GIB, 2), "emptied": found.retry_count,
-        "computed_in_s": round(time.monotonic() - began),
+        "computed_in_s": round(time.monotonic() - began), "commit": commit(),
     }  # fmt: skip
 
 
@@ -326,7 +329,7 @@ def main() -> None:
         runs[str(prompts)] = replay(row, prompts, steps)
     for number in [] if replays else [int(word) for word in sys.argv[1:]] or range(1, len(rows) + 1):
         row = rows[number - 1]
-        kept[row["name"]] = {**kept.get(row["name"], {}), **update_of(row)}
+        kept[row["name"]] = {**kept.get(row["name"], {}), **update_of(row), "commit": commit()}
         print(row["name"], kept[row["name"]], flush=True)
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     (HERE / "table.md").write_text(table(rows, kept))

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import yaml
 
 import autofit
@@ -35,6 +37,7 @@ from autofit.fakegpu.rates.collectives import nccl_bytes
 from autofit.fakegpu.specs import HostCosts, gpu_spec
 from autofit.probing.result import ProbeResult
 from autofit.recipe.catalogue import architecture
+from experiments.kept import commit
 
 HERE = Path(__file__).parent
 KEPT = HERE / "results.json"
@@ -179,7 +182,7 @@ def main() -> None:
     for number in wanted:
         row = given["rows"][number - 1]
         found = predicted(row, given["common"])
-        told = {"measured_gib": row["allocated_gib"], **found}
+        told = {"measured_gib": row["allocated_gib"], **found, "commit": commit()}
         if "allocated_gib" in found and row["allocated_gib"] is not None:
             told["off"] = round(found["allocated_gib"] / row["allocated_gib"] - 1, 4)
         kept[row["name"]] = told
