@@ -5,6 +5,7 @@
 Run it after a change of TRL's or transformers' version in constraints.txt; a test says when.
 """
 
+import argparse
 import importlib
 import json
 import sys
@@ -56,5 +57,6 @@ def text() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     TABLES.write_text(text(), encoding="utf-8")
     print(f"wrote {TABLES}")

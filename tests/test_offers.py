@@ -22,7 +22,7 @@ from rich.console import Console
 from autofit.api.card_advice import CardAdvice
 from autofit.errors import ConfigError, EnvironmentFault
 from autofit.fakegpu.specs import GPU_SPECS, gpu_spec
-from autofit.forecast.shop import Offer, OfferVerdict, Shop, choice, ladders
+from autofit.forecast.offers import Offer, OfferVerdict, Shop, choice, ladders
 from autofit.hardware.prices import Price, prices
 from autofit.probing.host_memory import host_memory
 from autofit.probing.result import ProbeResult, ProbeStatus

@@ -13,7 +13,7 @@ from verl_files import ACTOR, BUDGET, GIB, QWEN, REF, ROLLOUT
 from autofit.fakegpu.specs import gpu_spec
 from autofit.forecast.advice import cheapest_changes
 from autofit.forecast.levers import Bounds, Known
-from autofit.forecast.shop import Shop
+from autofit.forecast.offers import Shop
 from autofit.frontends import verl_recipe
 from autofit.frontends.verl import KEYS, VerlSettings
 from autofit.frontends.writing import in_own_keys

@@ -13,7 +13,7 @@ from verl_files import ACTOR, FSDP, GIB, QWEN, ROLLOUT, ULYSSES, nested, origin_
 from autofit.api.card_advice import CardAdvice
 from autofit.api.verl import Export, export_of, read_log, rows_of
 from autofit.errors import ConfigError
-from autofit.forecast.shop import Offer, OfferVerdict
+from autofit.forecast.offers import Offer, OfferVerdict
 from autofit.frontends import verl, verl_recipe
 from autofit.frontends.writing import OwnFile, can_say, in_own_keys, own_text, own_words, wrong_with
 from autofit.probing.result import PhasePeak, ProbeResult, ProbeStatus

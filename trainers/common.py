@@ -149,7 +149,7 @@ def prepared(kind: type, module: ModuleType, config: TrlConfig, rows: Dataset, *
 
 
 def _lacks_template(config: TrlConfig, rows: Dataset) -> bool:
-    """Whether `rows` are messages and the tokenizer has no template for them."""
+    """True if `rows` are messages and the tokenizer has no template for them."""
     if not is_conversational(rows[0]) or getattr(config.training, _TEMPLATE, None):
         return False
     name, revision = config.model.model_name_or_path, config.model.model_revision
@@ -461,7 +461,7 @@ def dtype_of(asked: Any, config: Any) -> torch.dtype:
 
 
 def _device_map() -> dict[str, int] | None:
-    """Where a model on the card goes, as TRL says it: on several ranks and under DeepSpeed it says nothing.
+    """Device map of a model on the card, as TRL says it: on several ranks and under DeepSpeed it says nothing.
 
     bitsandbytes then takes the card that is this rank's, and ZeRO-3 refuses to be told.
     """
@@ -485,7 +485,7 @@ def on_host() -> Iterator[None]:
 
 
 def _loads_on_host(own_card: dict[str, int] | None) -> bool:
-    """Whether the model is loaded into host memory: by TRL on several ranks, for which DDP or FSDP moves it."""
+    """True if the model is loaded into host memory: by TRL on several ranks, for which DDP or FSDP moves it."""
     from accelerate import DistributedType, PartialState
 
     several = PartialState().distributed_type == DistributedType.MULTI_GPU

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe of TRL's, as far as it can be told in milliseconds: keys, values, files. No torch here.
+"""Errors of a recipe of TRL's, as far as they can be told in milliseconds: keys, values, files. No torch here.
 
 The inspection says the same, in the same words, and much more. What is not certain here is left to it.
 """
@@ -48,7 +48,7 @@ def _check_keys(table: KeyTable, values: Mapping[str, object], inspection: Inspe
 
 
 def _is_path(name: str) -> bool:
-    """Whether `name` can only be a folder: no name on the hub looks like that."""
+    """True if `name` can only be a folder: no name on the hub looks like that."""
     return Path(name).is_absolute() or name.startswith(("./", "../"))
 
 
@@ -57,7 +57,7 @@ _FIRST_MODELS = re.compile(r"(albert|bert|camembert|ctrl|distil|gpt2|openai-gpt|
 
 
 def _is_nowhere(name: str) -> bool:
-    """Whether `name`, where it is no folder, can be no model of the hub or the catalogue either."""
+    """True if `name`, where it is no folder, can be no model of the hub or the catalogue either."""
     if "$" in name or catalogue.architecture(name) is not None:  # ${stage} of a pipeline
         return False
     is_bare = re.fullmatch(r"[\w.-]+", name) and not _FIRST_MODELS.match(name) and not os.environ.get("HF_ENDPOINT")
@@ -65,13 +65,13 @@ def _is_nowhere(name: str) -> bool:
 
 
 def _is_offline() -> bool:
-    """Whether the hub's client fetches nothing, by the variables and values that it reads."""
+    """True if the hub's client fetches nothing, by the variables and values that it reads."""
     said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return said.upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def _is_kept(name: str) -> bool:
-    """Whether the cache of the hub's client has a folder of the model `name`."""
+    """True if the cache of the hub's client has a folder of the model `name`."""
     variables = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     places = [Path(home) / "hub", *(Path(os.environ[v]) for v in variables if os.environ.get(v))]

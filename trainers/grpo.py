@@ -101,7 +101,7 @@ def _check_text_is_read(config: TrlConfig, rows: Dataset) -> None:
 
 
 def _note_of_rewards(config: TrlConfig, rewards: Sequence[object]) -> tuple[str, ...]:
-    """What a prediction says of rewards that `no_reward` stands for."""
+    """Sentences of a prediction on rewards that `no_reward` stands for."""
     if no_reward not in rewards:
         return ()
     given = config.script.reward_funcs or []

@@ -62,7 +62,7 @@ class Strides:
         return cls(**given)
 
     def anchors(self, tokens: int, first: int) -> int:
-        """How many anchors a text of `tokens` has from the token `first` on."""
+        """Number of anchors of a text of `tokens` from the token `first` on."""
         return (tokens - self.generate_max_len - first) // self.stride + 1
 
 
@@ -203,7 +203,7 @@ class EbftTrainer(MicroBatchMean, alike=False):
         return torch.cat(each, dim=0), None
 
     def _rewards(self, written: torch.Tensor, places: torch.Tensor, geometry: "_Geometry", texts: int) -> torch.Tensor:
-        """How like the text the words at each anchor are, and unlike each other (texts, samples, anchors)."""
+        """Likeness of the words at each anchor to the text, less that to each other (texts, samples, anchors)."""
         told, anchors, length = self.strides, geometry.anchors, self.strides.generate_max_len
         rows = len(written)
         samples = rows // texts
@@ -262,7 +262,7 @@ class EbftTrainer(MicroBatchMean, alike=False):
         return torch.cat(each, dim=-1)
 
     def _of_the_text(self, inputs: Batch, words: torch.Tensor, start: int, *, structured: bool) -> torch.Tensor:
-        """Which tokens count in the cross-entropy (rows, tokens): those of the answer, or all that were not written."""
+        """Mask (rows, tokens) of what counts in the cross-entropy: the answer, or all that was not written."""
         if not structured:
             return ~words
         answers = (inputs["labels"][:, 1:] != IGNORED).repeat_interleave(self.strides.n_samples_per_prompt, dim=0)
@@ -274,7 +274,7 @@ class EbftTrainer(MicroBatchMean, alike=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Geometry:
-    """Where the words of a text's anchors stand: behind its `text` tokens, the first words of all anchors, then the
+    """Places of the words of a text's anchors: behind its `text` tokens, the first words of all anchors, then the
     second ones. Each sees the text up to its anchor and the words of its own anchor."""
 
     told: Strides
@@ -319,7 +319,7 @@ class _Geometry:
         return mask, self.positions(wide, steps, rows, device)
 
     def _sees(self, query: Any, key: Any) -> Any:
-        """Whether a written word sees a token: the text up to its anchor, itself, and the words before it."""
+        """True where a written word sees a token: the text up to its anchor, itself, and the words before it."""
         word, other = query - self.text, key - self.text
         anchor = word % self.anchors
         until = torch.clamp(anchor * self.told.stride + self.first, max=self.text - self.told.generate_max_len)

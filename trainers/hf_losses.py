@@ -226,7 +226,7 @@ class KtoTrainer(_Referenced):
     def _expected(
         self, model: Any, sample: Batch, other: Batch, desirable: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the reference says of the samples and of the other answers (B,) each.
+        """Log-probabilities that the reference has of the samples and of the other answers, (B,) each.
 
         LLaMA-Factory keeps the samples' logits while the other answers are scored; TRL and ms-swift score these first.
         """

@@ -1,4 +1,4 @@
-"""What is trained in place of a whole model: adapters, some layers, what is put beside; and experts on the host."""
+"""Parts that are trained in place of a whole model: adapters, some layers, what is put beside; experts on the host."""
 
 import copy
 import re
@@ -126,7 +126,7 @@ class _Rotation(torch.nn.Module):
 
 
 class _Reft(torch.nn.Module):
-    """What LoReFT adds to the output of a layer (pyreft's LoreftIntervention), of all tokens."""
+    """Layer that LoReFT adds to the output of a layer (pyreft's LoreftIntervention), of all tokens."""
 
     def __init__(self, hidden: int, rank: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def add_layers(model: Any, count: int) -> None:
 
 
 class HostExperts(torch.nn.Module):
-    """What stands on the card for the routed experts of a layer, which nothing moves out of host memory."""
+    """Module that stands on the card for the routed experts of a layer, which nothing moves out of host memory."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class Shares(AlikeSteps, Trainer):  # type: ignore[misc]
 
     @cached_property
     def shared(self) -> SharedSequence | None:
-        """The group of this rank; None where each rank has samples of its own."""
+        """The group of this rank; None if each rank has samples of its own."""
         size = self.args.sequence_parallel_size
         deals = self.args.sequence_parallel == "ulysses"
         return None if size == 1 else SharedSequence(size, self.model.config, heads=deals)

@@ -164,7 +164,7 @@ def _reference_of(config: TrlConfig) -> Any:
 
 
 def _teacher_of(config: TrlConfig) -> Any:
-    """GKD's frozen model, loaded as the student is (ms-swift's pipelines/train/rlhf.py); None where it has none."""
+    """GKD's frozen model, loaded as the student is (ms-swift's pipelines/train/rlhf.py), if it has one."""
     name = config.training.teacher_model_name_or_path
     return None if name is None else model_of(config, teacher=name).requires_grad_(False).eval()
 
@@ -229,7 +229,7 @@ def adapted(model: Any, config: TrlConfig, *, padding: int) -> Any:
 
 
 def collator_of(config: TrlConfig, model: Any, tokenizer: Any) -> Collate:
-    """What makes the batches of a recipe."""
+    """Collator of the batches of a recipe."""
     training = config.training
     common: dict[str, Any] = {"padding": int(tokenizer.pad_token_id), "multiple": training.pad_to_multiple_of}
     if training.packing or training.pad_to_max_length:
@@ -374,7 +374,7 @@ class WithValueHead(torch.nn.Module):
         return found.logits.float(), found.loss, values
 
     def __getattr__(self, name: str) -> Any:
-        """What a Trainer asks a model of transformers is asked of the causal model."""
+        """Attribute of the causal model, which a Trainer asks of a model of transformers."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -30,7 +30,7 @@ _MOST_TILES_A_SIDE = 4  # of Idefics3ImageProcessor: size["longest_edge"] = 4 * 
 
 
 class Vision(Protocol):
-    """What a model sees of images, given as sizes."""
+    """Images as a model sees them, given as sizes."""
 
     @property
     def largest(self) -> Size:
@@ -44,7 +44,7 @@ class Vision(Protocol):
 
     @property
     def in_made_up(self) -> bool:
-        """Whether a sample that is made up has an image."""
+        """True if a sample that is made up has an image."""
         ...
 
     def tokens(self, size: Size) -> int: ...
@@ -156,7 +156,7 @@ class Unknown:
 
 
 def sees(config: Any) -> bool:
-    """Whether the model of `config` takes images."""
+    """True if the model of `config` takes images."""
     return (
         getattr(config, "vision_config", None) is not None
         and type(config) in AutoModelForImageTextToText._model_mapping
@@ -164,7 +164,7 @@ def sees(config: Any) -> bool:
 
 
 def vision_of(config: Any, model: str) -> Vision:
-    """What the model of `config`, by name `model`, sees."""
+    """Images as the model of `config`, by name `model`, sees them."""
     kind, vision = config.model_type, config.vision_config
     in_made_up = kind not in _TEXT_FIRST
     if kind in _GRIDS:

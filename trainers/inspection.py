@@ -155,7 +155,7 @@ def model_facts(config: TrlConfig, kind: Any, *, simulated: bool = False) -> Mod
 
 
 def _embeddings(model: Any) -> tuple[int | None, int | None]:
-    """(vocabulary, parameters of the input embeddings and of a head of its own); None where the model has none."""
+    """(vocabulary, parameters of the input embeddings and of a head of its own); None for each that the model lacks."""
     try:
         inner, head = model.get_input_embeddings(), model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -167,7 +167,7 @@ def _embeddings(model: Any) -> tuple[int | None, int | None]:
 
 
 def _balances_experts(model: Any, config: TrlConfig) -> bool:
-    """Whether the trainer adds the expert-routing loss, which is a mean over each micro-batch (TRL 1.16)."""
+    """True if the trainer adds the expert-routing loss, which is a mean over each micro-batch (TRL 1.16)."""
     asked = getattr(config.training, "router_aux_loss_coef", 0.0)
     if getattr(config.training, "objective", None) == "sft":  # transformers adds it where the model's config says so
         asked = None if getattr(model, "output_router_logits", False) else 0.0
@@ -176,7 +176,7 @@ def _balances_experts(model: Any, config: TrlConfig) -> bool:
 
 
 def _counts_padding(model: Any) -> bool:
-    """Whether the model has learned positions (GPT-2). TRL passes no positions, so padding on the left shifts them."""
+    """True if the model has learned positions (GPT-2). TRL passes no positions, so padding on the left shifts them."""
     import torch
 
     places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -332,7 +332,7 @@ def note_of_experts(model: Any, key: str, itemsize: int) -> tuple[str, ...]:
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether bitsandbytes' integration replaces `module`: a linear layer, also GPT-2's transposed kind."""
+    """True if bitsandbytes' integration replaces `module`: a linear layer, also GPT-2's transposed kind."""
     import torch
     from transformers.pytorch_utils import Conv1D
 

@@ -63,7 +63,7 @@ _PYTHON = {
 
 
 def instead(key: str, known: Collection[str]) -> str | None:
-    """Why `key` is not one of TRL's YAML and what takes its place, to be appended to its name; None: not known."""
+    """Reason why `key` is not one of TRL's YAML and what takes its place, to be appended to its name, if known."""
     if key == "device_map":
         return (
             ": TRL places the model itself, whole on each GPU; omit it, and to split a model over GPUs launch with "
@@ -83,7 +83,7 @@ def instead(key: str, known: Collection[str]) -> str | None:
 
 
 def _of_others(key: str, known: Collection[str]) -> str:
-    """Which other trainers or older libraries take `key`, to be appended to its name; "" where none does."""
+    """Other trainers or older libraries that take `key`, to be appended to its name; "" if none does."""
     if key in OLDER:
         return " is a key of older libraries, which is read too if its value is right"
     name = renamed(key, TAKEN_BY) or key
@@ -149,11 +149,11 @@ class Key:
     choices: Sequence[object] | None = None
 
     def takes(self, value: object) -> bool:
-        """Whether `value` is of a kind that it takes."""
+        """True if `value` is of a kind that it takes."""
         return is_one_of(value, self.kinds)
 
     def reads(self, text: str, convert: Callable[[str], object] | None) -> bool:
-        """Whether `text` becomes a value by `convert`, else by the function of that name; one not known is believed."""
+        """True if `text` becomes a value by `convert`, else by the function of that name; one not known is believed."""
         function = convert or _CONVERTERS.get(self.converter or "")
         try:
             if function is not None and not self.takes(text):
@@ -199,7 +199,7 @@ class KeyTable:
             raise ConfigError("; ".join(wrong))
 
     def _own(self, key: str) -> str:
-        """What takes the place of `key` in this trainer, to be appended to its name; "" where nothing does."""
+        """Words on what takes the place of `key` in this trainer, to be appended to its name; "" if nothing does."""
         if (new := renamed(key, self.keys)) is not None:
             return f" is called {new!r} here: use {new!r}"
         return instead(key, self.keys) or ("" if self._meant(key) else nearest(key, self.keys))
@@ -377,7 +377,7 @@ def _mark(path: str) -> list[int]:
 
 
 def _path(trainer: str) -> Path:
-    """Where the table is kept, by which TRL and transformers this Python would import."""
+    """Path of the kept table, by which TRL and transformers this Python would import."""
     places = [getattr(find_spec(name), "origin", None) for name in ("trl", "transformers")]
     name = hashlib.sha256(json.dumps([places, sys.version]).encode()).hexdigest()[:16]
     return cache_folder() / "keys" / f"{trainer}-{name}.json"

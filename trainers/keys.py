@@ -122,7 +122,7 @@ def on_ranks(tiers: Mapping[str, Tier], *, many: bool, generates: bool) -> dict[
 
 
 def note_of_ranks(tiers: Mapping[str, Tier]) -> tuple[str, ...]:
-    """What to tell of a recipe on several ranks: whether its gradient depends on their number."""
+    """Sentences on a recipe on several ranks: whether its gradient depends on their number."""
     if RANKS not in tiers:
         return ()
     return ("its gradient depends on the number of ranks: each of them normalises, or pads, its own micro-batches",)

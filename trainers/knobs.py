@@ -24,7 +24,7 @@ def left_out(trainer: str, resolved: Mapping[str, object], *, half: bool = False
 
 
 def _of_rows(resolved: Mapping[str, object]) -> dict[str, str]:
-    """What TRL 1.16 refuses of SFT's rows without padding."""
+    """Settings of SFT's rows without padding that TRL 1.16 refuses."""
     limited, packed = resolved.get("max_length") is not None, bool(resolved.get("packing"))
     found = {}
     if packed and str(resolved.get("packing_strategy")).startswith("bfd"):
@@ -90,7 +90,7 @@ def at_top_level(
 
 @cache
 def used_by_script(trainer: str) -> bool:
-    """Whether TRL's own script passes a recipe's `model_init_kwargs` on; it does so before it asks for a dataset."""
+    """True if TRL's own script passes a recipe's `model_init_kwargs` on; it does so before it asks for a dataset."""
     if not is_trls(trainer):
         return False
     own = script(trainer)

@@ -24,7 +24,7 @@ _OURS = {"hf": "hf_script"}
 
 
 def is_trls(trainer: str) -> bool:
-    """Whether `trl <trainer>` is a command."""
+    """True if `trl <trainer>` is a command."""
     return trainer not in _OURS
 
 
@@ -154,7 +154,7 @@ def _announced(kind: type, names: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def _copies(kind: type, old: str, new: str) -> bool:
-    """Whether an object of `kind` made with `old` alone has that value as `new`, for a value unlike `new`'s default."""
+    """True if an object of `kind` made with `old` alone has that value as `new`, for a value unlike `new`'s default."""
     usual, hint = getattr(_made(kind, {}), new), typing.get_type_hints(kind)[old]
     tried = (value for value in _TRIED if value != usual and accepts(value, hint))
     return any(getattr(_made(kind, {old: value}), new, usual) == value for value in tried)

@@ -60,7 +60,7 @@ def read_config_file(path: Path) -> dict[str, object]:
 
 
 def _unbelievable(content: Mapping[str, object]) -> Iterator[str]:
-    """What is wrong with each number that no model has, in words."""
+    """Error of each number that no model has, in words."""
     for key, value in content.items():
         if isinstance(value, Mapping):
             yield from _unbelievable(value)
@@ -222,7 +222,7 @@ def stand_in_model(name: str, folder: Path, *, key: str = "model_name_or_path", 
 
 
 def has_vocabulary(name: str, revision: str | None) -> bool:
-    """Whether a vocabulary file of `name` is in its folder, or in the hub's cache (loading has fetched it)."""
+    """True if a vocabulary file of `name` is in its folder, or in the hub's cache (loading has fetched it)."""
     from huggingface_hub import try_to_load_from_cache
 
     if os.path.isdir(name):

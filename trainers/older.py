@@ -43,7 +43,7 @@ class Modern:
 
     @property
     def spelling(self) -> str:
-        """How the recipe is written in today's keys, for a user of an older TRL; "" of a recipe of today."""
+        """The recipe in today's keys, in words for a user of an older TRL; "" of a recipe of today."""
         if not self.renamed and not self.left_out:
             return ""
         said = [f"with your {', '.join(self.renamed)}"] if self.renamed else []

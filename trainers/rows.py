@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def unmasked_is_larger(config: TrlConfig, device: str) -> bool:
-    """Whether attention without a mask runs torch's math kernel: grouped queries on no kernel that takes them.
+    """True if attention without a mask runs torch's math kernel: grouped queries on no kernel that takes them.
 
     transformers repeats the keys only where there is a mask, and only the flash kernel takes grouped queries: half
     precision, compute capability 8.0 and up (`use_gqa_in_sdpa`; can_use_flash_attention in sdp_utils.cpp, torch 2.13).
@@ -38,7 +38,7 @@ def unmasked_is_larger(config: TrlConfig, device: str) -> bool:
 
 
 def padded(config: TrlConfig, worst_case: Mapping[str, Any]) -> bool:
-    """Whether the micro-batches of a probe have padding. A forecast says so itself."""
+    """True if the micro-batches of a probe have padding. A forecast says so itself."""
     stated = worst_case.get("padded")
     if stated is not None:
         return bool(stated)
@@ -144,7 +144,7 @@ _ROW, _INDEX, _COUNT = "row", "row_trained_on", "rows_trained_on"
 def place_of(
     index: int, rows: Any, raw: Any, largest: Sequence[int] | None, *, mixed: bool = False, packed: bool = False
 ) -> dict[str, int | None]:
-    """Where sample `index` of the prepared `rows` is: its row in the dataset `raw`, and in what is trained on.
+    """Place of sample `index` of the prepared `rows`: its row in the dataset `raw`, and in what is trained on.
 
     `largest` has the places in `raw` of `rows`, if only those were prepared. What is not known is None: the row where
     samples were dropped, or `mixed` by shuffling, and both places where samples are `packed`. The number of rows is
@@ -159,7 +159,7 @@ def place_of(
 
 
 def in_epoch(config: TrlConfig, facts: dict[str, Any]) -> dict[str, object]:
-    """What a trainer tells of its longest sample's place; takes `place_of` out of the `facts`."""
+    """Facts on the place of a trainer's longest sample; takes `place_of` out of the `facts`."""
     row, index, count = (facts.pop(name) for name in (_ROW, _INDEX, _COUNT))
     place = None if index is None else _shuffled(config.training, index, count)
     return {"longest_row": row, "longest_place": place, "num_samples": count}

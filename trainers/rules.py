@@ -40,13 +40,13 @@ class _Asked:
         return self.values[key] if key in self.values else self.defaults.get(key)
 
     def number(self, key: str) -> float | None:
-        """A number, or None where there is none, or only in text."""
+        """A number; None if there is none, or only in text."""
         value = self[key]
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def broken(values: Mapping[str, object], defaults: Mapping[str, object], ranks: int | None) -> Iterator[str]:
-    """What each rule that `values` break says: what must hold, what was given, what to change.
+    """Sentence of each rule that `values` break: what must hold, what was given, what to change.
 
     `defaults` has the keys of READ that the trainer takes. Without `ranks` the rules of whole groups are left out.
     """
@@ -72,7 +72,7 @@ def broken(values: Mapping[str, object], defaults: Mapping[str, object], ranks: 
 
 
 def whole_groups(values: Mapping[str, object], defaults: Mapping[str, object]) -> str:
-    """What to change where a generation of one rank would end inside of a group; TRL names no key that was given."""
+    """Advice for a generation of one rank that would end inside of a group; TRL names no key that was given."""
     asked = _Asked(values, defaults)
     if asked[_ROLLOUT] is not None or asked["eval_strategy"] not in (None, "no", False):
         return ""

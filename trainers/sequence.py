@@ -58,7 +58,7 @@ class Gathered(torch.autograd.Function):
 
 
 def gathered(values: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """What all ranks of a group have, along a dimension."""
+    """Tensors of all ranks of a group, along a dimension."""
     first, *others = values.shape
     whole = values.new_empty((first * distributed.get_world_size(group), *others))
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its new name
@@ -154,7 +154,7 @@ def _block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: in
 
 
 def _limits(query: torch.Tensor, key: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Where the rows of both begin, and their longest."""
+    """Beginnings of the rows of both, and the longest rows."""
     longest = [len(of) // rows for of in (query, key)]
     starts = [torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length for length in longest]
     return starts[0], starts[1], longest[0], longest[1]

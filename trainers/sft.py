@@ -44,13 +44,13 @@ class _PreparedSft(PreparedRows, SFTTrainer):  # type: ignore[misc]
 
 
 def _packing(config: TrlConfig) -> list[object] | None:
-    """What packs the rows, their limit and the way; None without packing."""
+    """Function that packs the rows, their limit and the way; None without packing."""
     training = config.training
     return [training.max_length, training.packing_strategy] if training.packing else None
 
 
 def _loss_tokens(rows: Dataset) -> int | None:
-    """The most tokens of a row that the loss counts; None where it counts all."""
+    """The most tokens of a row that the loss counts; None if it counts all."""
     if "labels" not in rows.column_names:
         return None
     most = 0

@@ -132,7 +132,7 @@ class VerlLoop(Loop):
 
     # ------------------------------------------------------------------ vLLM
     def _law(self) -> VllmEngine | None:
-        """The engine that verl starts, of which each rank has a share; None where nothing simulates it.
+        """The engine that verl starts, of which each rank has a share; None if nothing simulates it.
 
         SGLang's share is of weights and cache alone, and with LoRA it keeps its weights while it sleeps (verl/workers/
         rollout/sglang_rollout/async_sglang_server.py, `mem_fraction_static` and `sleep`).
@@ -162,7 +162,7 @@ class VerlLoop(Loop):
 
     @property
     def gathers_adapters(self) -> bool:
-        """Whether the whole model of FSDP1 is gathered to give the adapters to the engine."""
+        """True if the whole model of FSDP1 is gathered to give the adapters to the engine."""
         return self._engine is not None and self._sends_adapters and self.actor.version == 1
 
     def wake_up(self) -> None:
@@ -565,7 +565,7 @@ def _text_config(settings: VerlSettings, name: str, key: str) -> Any:
 
 
 def _reads_shards_of_the_head(values: Mapping[str, object], settings: VerlSettings, inspection: Inspection) -> bool:
-    """Whether fused kernels would read weights of the head that FSDP2 has sharded."""
+    """True if fused kernels would read weights of the head that FSDP2 has sharded."""
     if inspection.device == "cpu" or Launch.of(values).sharding != "fsdp2":
         return False
     config = _text_config(settings, settings.model_path, "model_path")
@@ -594,7 +594,7 @@ def _check_sharing(settings: VerlSettings, config: Any) -> None:
 
 
 def _reshards(version: int) -> bool:
-    """Whether what FSDP gathered is freed after the forward, by the rank's environment."""
+    """True if what FSDP gathered is freed after the forward, by the rank's environment."""
     if version == 2:
         return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("true", "1")
     return os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") in ("FULL_SHARD", "1")

@@ -110,7 +110,7 @@ class Samples:
         self._settings, self._device = settings, device
 
     def micro_batch(self, rows: int, *names: str) -> dict[str, torch.Tensor]:
-        """What verl moves to the card: ids and positions, (1, tokens), the rest packed; `names` are float32."""
+        """Tensors that verl moves to the card: ids and positions, (1, tokens), the rest packed; `names` are float32."""
         whole = rows * self._settings.tokens
         answered = rows * self._settings.max_response_length
         prompted, device = whole - answered, self._device
@@ -153,7 +153,7 @@ def marked_last(sizes: list[int]) -> list[tuple[int, int, bool]]:
 
 @contextmanager
 def stands_for(times: int) -> Iterator[None]:
-    """What runs inside happens `times` times: on a simulated card it is traced once."""
+    """Context whose work happens `times` times: on a simulated card it is traced once."""
     gpu = active_gpu()
     with nullcontext() if gpu is None else gpu.standing_for(times):
         yield

@@ -16,7 +16,7 @@ from autofit.api.tables import Shown
 from autofit.errors import at_least_one, option
 from autofit.fakegpu.specs import gpu_spec
 from autofit.folding import Folding
-from autofit.forecast.shop import STEPS, Choice, Offer, OfferVerdict, Shop, choice
+from autofit.forecast.offers import STEPS, Choice, Offer, OfferVerdict, Shop, choice
 from autofit.frontends.writing import own_words, wrong_with
 from autofit.hardware.hardware import card_needs
 from autofit.hardware.prices import Price, StatedPrices

@@ -303,7 +303,9 @@ def run(
     """
     with named_as_arguments():
         if gpu is not None and not plan:
-            raise ConfigError(f"{option('gpu')} names a simulated card, on which nothing trains; it goes with --plan")
+            raise ConfigError(
+                f"{option('gpu')} names a simulated card, on which nothing trains; it goes with {option('plan')}"
+            )
         where = executor_asked(executor, debugging=False)
         folder = studies_folder(folder)
         use_storage(folder, storage)

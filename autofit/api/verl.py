@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from autofit.api.arguments import named_as_arguments, studies_folder
-from autofit.errors import ConfigError
+from autofit.errors import ConfigError, option
 from autofit.files import regular_bytes
 from autofit.frontends.tools import VERL
 from autofit.frontends.verl_recipe import exported
@@ -52,16 +52,16 @@ def read_log(path: Path) -> VerlLog:
     try:
         text = regular_bytes(path, most=_MOST_BYTES, what="a log of verl")[0].decode("utf-8", errors="replace")
     except ConfigError as error:
-        raise ConfigError(f"--verl-log: {path} {error}") from error
+        raise ConfigError(f"{option('verl-log')}: {path} {error}") from error
     except OSError as error:
-        raise ConfigError(f"--verl-log: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{option('verl-log')}: {path} cannot be read: {error.strerror}") from error
     steps = [step for line in text.splitlines() if (step := dict(_metrics(line)))]
     named = {_ALLOCATED, _ACTOR + _ALLOCATED}
     steps = [step for step in steps if named & step.keys() or any(key.startswith(_SECONDS) for key in step)]
     if not steps:
         raise ConfigError(
-            f"--verl-log: {path} has no step with {_ALLOCATED} or {_SECONDS}...; give what verl prints (trainer.logger "
-            "console) or the jsonl that it writes (trainer.logger file)"
+            f"{option('verl-log')}: {path} has no step with {_ALLOCATED} or {_SECONDS}...; give what verl prints "
+            "(trainer.logger console) or the jsonl that it writes (trainer.logger file)"
         )
     timed = [step for step in steps if f"{_SECONDS}step" in step or f"{_SECONDS}update_actor" in step]
     later = timed[1:] or timed
@@ -158,7 +158,8 @@ def compare_verl_log(path: Path, *, study: str | None, folder: Path, trial: str 
         found = load_study(studies_folder(folder), study)
         record = record_of(found)
         if record.trainer != VERL.name:
-            raise ConfigError(f"--verl-log needs a study of a verl config; {found.study_name} is of {record.trainer}")
+            given = option("verl-log")
+            raise ConfigError(f"{given} needs a study of a verl config; {found.study_name} is of {record.trainer}")
         chosen = choose(trials_of(found), trial, record.rule, fitting=False)
         if chosen.result is None or chosen.result.peak_allocated_bytes is None:
             raise ConfigError(f"trial {chosen.number} of {found.study_name} promises nothing: {chosen.status}")
@@ -241,7 +242,7 @@ def export_of(record: StudyRecord, number: int, changes: Mapping[str, object], s
     if not profile(record.trainer).verl:
         known = " or ".join(p.name for p in profiles().values() if p.verl)
         raise ConfigError(
-            f"--to verl takes a study of a verl config or a {known} recipe; {study} is of {record.trainer}"
+            f"{option('to', 'verl')} takes a study of a verl config or a {known} recipe; {study} is of {record.trainer}"
         )
     made = exported(merge(record.resolved, changes), merge(record.values, changes))
     return Export(trial=number, whole=True, overrides=made.overrides, changes=made.changes)

@@ -134,7 +134,7 @@ def training_device(asked: str) -> str:
     if not gpus():
         raise ConfigError(
             f"a pipeline trains on a CUDA card, and {why_none()}; give {option('device', 'cpu')} to train on the CPU, "
-            f"or --plan {option('gpu', 'NAME')} for what would happen on a card elsewhere"
+            f"or {option('plan')} {option('gpu', 'NAME')} for what would happen on a card elsewhere"
         )
     return "cuda"
 

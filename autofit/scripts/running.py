@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from autofit.errors import ConfigError, printable, quoted
+from autofit.errors import ConfigError, option, printable, quoted
 from autofit.files import ScratchFolder, regular_bytes
 from autofit.fitcheck import CheckedLoop, FitCheck, checked_card
 from autofit.plugin.protocol import MOST_PROMPT_TOKENS
@@ -92,9 +92,11 @@ def fit_script(
     folders = [script.path.resolve().parent, Path.cwd(), *project_of(script.path)]
     code = alone if script.of_libraries else whole_code(alone, folders)
     if steps < 1:
-        raise ConfigError(f"--steps must be 1 or more; got {steps}")
+        raise ConfigError(f"{option('steps')} must be 1 or more; got {steps}")
     if script.prompt_tokens is not None and not 1 <= script.prompt_tokens <= MOST_PROMPT_TOKENS:
-        raise ConfigError(f"--prompt-tokens must be from 1 to {MOST_PROMPT_TOKENS:,}; got {script.prompt_tokens}")
+        raise ConfigError(
+            f"{option('prompt-tokens')} must be from 1 to {MOST_PROMPT_TOKENS:,}; got {script.prompt_tokens}"
+        )
     spec, target_bytes = checked_card(gpu, target_vram)
     count = f"{steps} step{'s' if steps > 1 else ''}"
     tell(f"{script.path} runs on a simulated {spec.name}, {count}; its own output follows")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlencode
 
-from autofit.errors import ConfigError, EnvironmentFault
+from autofit.errors import ConfigError, EnvironmentFault, option
 from autofit.probing.supervise import free_port
 from autofit.tracking.database import tracking_uri
 from autofit.tracking.runs import PROMISE, ROLE, STATUS, TIER, client, experiment_id, runs_of, trial_params
@@ -72,7 +72,9 @@ def server(folder: Path, *, port: int | None) -> Iterator[MlflowServer]:
     """
     port = free_port() if port is None else port
     if _in_use(port):
-        raise ConfigError(f"--port {port} is in use on this machine; choose another port or omit --port")
+        raise ConfigError(
+            f"{option('port', str(port))} is in use on this machine; choose another port or omit {option('port')}"
+        )
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     artifacts = str((folder / "mlartifacts").resolve())
     command = [

@@ -23,7 +23,7 @@ from autofit.forecast.advice import Advice, advice_lines, float32_words
 from autofit.forecast.change import Change
 from autofit.forecast.estimate import Estimator
 from autofit.forecast.margin import care_lines, most_used_bytes, shown_bytes
-from autofit.forecast.shop import Offer, Shop
+from autofit.forecast.offers import Offer, Shop
 from autofit.forecast.step_picture import in_order
 from autofit.frontends.draft import NOT_SIMULATED, Explanation
 from autofit.frontends.reading import explain

@@ -136,7 +136,7 @@ def fixed_samples(prompts: list[str], *, longest: int, first: int = 0) -> list[S
 
 
 def arguments(config: TrlConfig, steps: int, fixed: Callable[..., list[float]]) -> dict[str, Any]:
-    """What TRL's trainer is made with; `fixed` gives the fixed rewards of completions, as a reward function does."""
+    """Arguments of TRL's trainer; `fixed` gives the fixed rewards of completions, as a reward function does."""
     training, script = config.training, config.script
     micro_steps = steps * training.gradient_accumulation_steps
     rollouts = -(-micro_steps // (training.steps_per_generation * training.num_iterations))

@@ -1,4 +1,4 @@
-"""What a gradient proof of RLOO trains on: GRPO's fixed completions and rewards, put in at RLOO's own methods."""
+"""Data that a gradient proof of RLOO trains on: GRPO's fixed completions and rewards, put in at RLOO's own methods."""
 
 import torch
 from trl import RLOOTrainer

@@ -1,4 +1,4 @@
-"""What a gradient proof trains: a model of the same architecture, few layers and narrow, on fixed samples.
+"""Model that a gradient proof trains: one of the same architecture, few layers and narrow, on fixed samples.
 
 The samples are equal for every split, and diverse enough to expose a wrong claim. Equal lengths would hide the
 normalisation of a loss, so lengths alternate between prompts and between the completions of a prompt, even with only

@@ -18,7 +18,7 @@ from .small_model import SAME, small_model
 
 
 class TrlFamily(Protocol):
-    """What the small trainings need of one of TRL's trainers."""
+    """Parts of one of TRL's trainers that the small trainings need."""
 
     name: str
 

@@ -23,7 +23,7 @@ def brief(completions: list[Any], **_: Any) -> list[float]:
 
 
 def judged(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
-    """The opinion of the judge at JUDGE_URL; None where it does not answer. Without a judge: a share of new words."""
+    """The opinion of the judge at JUDGE_URL, if it answers, else None. Without a judge: a share of new words."""
     said = [_text(completion) for completion in completions]
     address = os.environ.get("JUDGE_URL")
     if not address:

@@ -79,7 +79,7 @@ def _goals(trainer: Any) -> dict[str, str]:
 
 
 def _talk(prompts: Sequence[Any], trainer: GRPOTrainer, *, own: Settings, goals: Mapping[str, str]) -> dict[str, Any]:
-    """What TRL wants of a rollout: the talk of each prompt as one completion, and whose tokens are whose."""
+    """Answer that TRL wants of a rollout: the talk of each prompt as one completion, and whose tokens are whose."""
     tokenizer = trainer.processing_class
 
     def ids_of(text: str) -> Ids:

@@ -1,4 +1,4 @@
-"""Which cards, and how many of them, run a recipe at its effective batch: each offer is simulated.
+"""Offers: cards, and numbers of them, that run a recipe at its effective batch, each simulated.
 
 A card first gets the recipe as it is, then the mildest change that fits (`ladders`). What one card held
 tells which changes another need not try: of the same compute capability it holds as many bytes, as kernels, workspaces
