@@ -34,10 +34,17 @@ class TornFile(EnvironmentFault, ValueError):
         super().__init__(f"{path} must hold a JSON object and does not: delete it and run the same command again")
 
 
+def end_bytes(path: Path, most: int, *, start: int = 0) -> bytes:
+    """The last bytes of a file, at most `most` of them, and none before `start`. Raises OSError as `open`."""
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - most))
+        return file.read()
+
+
 def last_line(log: Path) -> str:
     """The last line of a log, leaving out blank ones and warnings; "" if there is none, or it is unreadable."""
     try:
-        said = log.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace").split("\n")
+        said = end_bytes(log, _LAST_BYTES).decode("utf-8", errors="replace").split("\n")
     except OSError:
         return ""
     told = [line.strip() for before, line in pairwise(["", *said])
@@ -348,8 +355,6 @@ def keep_small(logs: Iterable[str | os.PathLike[str]]) -> None:
 def end_of(log: Path) -> str:
     """The last lines of a log; empty if it is missing."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _END_BYTES))
-            return file.read().decode(errors="replace")
+        return end_bytes(log, _END_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return ""

@@ -15,7 +15,7 @@ from autofit.api.arguments import FOLDER, named_as_arguments, studies_folder
 from autofit.api.tables import Shown
 from autofit.cluster.scheduler import JobState, Kind, cluster_of
 from autofit.errors import ConfigError, EnvironmentFault, option, quoted
-from autofit.files import read_json
+from autofit.files import end_bytes, read_json
 from autofit.folding import Folding
 from autofit.probing.cluster_launch import Pool, job_name
 from autofit.probing.job import cancel as cancel_probe
@@ -83,9 +83,7 @@ class Job:
         path = self.log
         if path is None:
             return []
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-lines:]
+        return end_bytes(path, _TAIL_BYTES).decode("utf-8", errors="replace").splitlines()[-lines:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, cast
 
-from autofit.files import read_json, written_json
+from autofit.files import end_bytes, read_json, written_json
 from autofit.hardware.hardware import Device, slot_names
 from autofit.hardware.nvml import CardState
 from autofit.probing.host_memory import HostMemory
@@ -369,9 +369,7 @@ def is_oom(error: BaseException) -> bool:
 def exited_for_oom(log_path: Path) -> bool:
     """True if the log's end has a failed allocation as the reason of a process that exited without an exception."""
     try:
-        with log_path.open("rb") as log:
-            log.seek(max(0, log_path.stat().st_size - _END_BYTES))
-            return _LAST_WORDS in log.read()
+        return _LAST_WORDS in end_bytes(log_path, _END_BYTES)
     except OSError:
         return False
 

@@ -23,7 +23,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from autofit.errors import AutofitError, EnvironmentFault, one_line
-from autofit.files import read_json, write_json
+from autofit.files import end_bytes, read_json, write_json
 from autofit.probing.supervise import (
     Keep,
     ProcessEnding,
@@ -329,9 +329,8 @@ class _Started:
 
 def last_words(log: Path, start: int) -> str:
     """The line of a server's log, from the byte `start`, that says best why it ended: memory, an error, or the last."""
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - _END_BYTES))
-        lines = [line for text in file.read().decode("utf-8", errors="replace").splitlines() if (line := text.strip())]
+    said = end_bytes(log, _END_BYTES, start=start).decode("utf-8", errors="replace")
+    lines = [line for text in said.splitlines() if (line := text.strip())]
     for telling in (_MEMORY, _ERROR):
         found = [line for line in lines if telling.search(line)]
         if found:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import alembic.util
-import mlflow.store
+import mlflow.store.db.utils  # the store below takes it for granted that somebody has imported it
 import sqlalchemy.exc
 from alembic.script import ScriptDirectory
 from mlflow.exceptions import MlflowException

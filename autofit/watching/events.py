@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
-from autofit.files import write_atomically
+from autofit.files import end_bytes, write_atomically
 
 _WAITING: dict[Path, list[str]] = {}  # lines of this process that no disk has taken yet
 
@@ -117,10 +117,8 @@ def read_lines(path: Path, *, most_bytes: int | None = None) -> list[dict[str, o
     """The JSON objects of a file, or at its end, one a line; other lines (torn by a kill) are skipped."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
-        if most_bytes is not None:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-        text = file.read().decode("utf-8", errors="replace")
+    written = path.read_bytes() if most_bytes is None else end_bytes(path, most_bytes)
+    text = written.decode("utf-8", errors="replace")
     found = []
     for line in text[: text.rfind("\n") + 1].splitlines():
         try:
