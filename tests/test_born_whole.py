@@ -7,12 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import mlflow.store
 import pytest
-import sqlalchemy
-from alembic import command
-from alembic.config import Config
-from mlflow.store.tracking.dbmodels import initial_models
 
 from autofit.errors import EnvironmentFault
 from autofit.tracking.database import make_whole, own_path
@@ -83,41 +78,6 @@ def test_a_broken_mlflow_database_is_set_aside_and_made_anew_with_one_sentence(t
     assert "was broken" in said[0]
     make_whole(tmp_path, say=said.append)
     assert len(said) == 1
-
-
-def of_an_older_mlflow(path: Path, revision: str) -> None:
-    """MLflow's database as it was at this step of its schema, with one experiment."""
-    engine = sqlalchemy.create_engine(f"sqlite:///{path}")
-    initial_models.Base.metadata.create_all(engine)
-    config = Config()
-    config.set_main_option("script_location", str(Path(mlflow.store.__file__).parent / "db_migrations"))
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-    engine.dispose()
-    write(path, "INSERT INTO experiments (name, lifecycle_stage) VALUES ('kept', 'active')")
-
-
-@pytest.mark.slow
-def test_a_database_of_an_older_mlflow_is_upgraded_by_its_own_command_and_keeps_its_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = own_path(tmp_path)
-    of_an_older_mlflow(path, "bd07f7e963c5")
-    before = path.read_bytes()
-    (tmp_path / "mlflow.py").write_text("raise SystemExit('a file of the user')")
-    monkeypatch.chdir(tmp_path)
-    real = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *words, **more: real(["sh", "-c", "kill -9 $$"], **more))
-    with pytest.raises(EnvironmentFault, match=r"upgrade.* was ended by signal 9; run the same command again"):
-        make_whole(tmp_path)
-    assert path.read_bytes() == before
-    monkeypatch.setattr(subprocess, "run", real)
-    said: list[str] = []
-    assert not make_whole(tmp_path, say=said.append)
-    assert {experiment.name for experiment in client(tmp_path).search_experiments()} >= {"kept"}
-    assert not said
-    assert sorted(one.name for one in tmp_path.glob("*mlflow*")) == ["mlflow.db", "mlflow.py"]
 
 
 def test_a_database_of_a_newer_mlflow_is_left_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import functools
 import os
 import re
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -16,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import alembic.util
-import mlflow.store.db.utils  # the store below takes it for granted that somebody has imported it
 import sqlalchemy.exc
-from alembic.script import ScriptDirectory
 from mlflow.exceptions import MlflowException
+from mlflow.store.db import utils as mlflow_utils
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from autofit.errors import EnvironmentFault, option
 from autofit.tracking.follower import DATABASE
 from autofit.tuning.locks import exclusive, is_there, put_in_place, set_aside
 
-_store: Any = SqlAlchemyStore  # MLflow is not fully typed
+_utils: Any = mlflow_utils  # MLflow is not fully typed
+_store: Any = SqlAlchemyStore
 _LOCK_S = 120.0
 _ARTIFACTS = re.compile(r"(file://.*?/mlartifacts)/")
 _seen: dict[Path, int] = {}  # inodes of the databases that this process has opened
@@ -79,7 +78,7 @@ def _connect_anew(path: Path) -> None:
     if _seen.get(path) != inode:
         _follow_the_move(path)
     if _seen.setdefault(path, inode) != inode:
-        _dispose(f"sqlite:///{path}")
+        _store._get_or_create_engine(f"sqlite:///{path}").dispose()
         _seen[path] = inode
 
 
@@ -125,32 +124,18 @@ def _mend(folder: Path, path: Path, say: Callable[[str], None]) -> bool:
 
 
 def _make(folder: Path, path: Path) -> None:
-    """All tables of this MLflow's version in `path`, which is new (no file, or an empty one) or of an older version."""
+    """All tables of this MLflow's version in `path`, which is new or of an older version."""
     uri = f"sqlite:///{path.resolve()}"
-    if is_there(path):
-        _upgrade(uri)
+    engine = _utils.create_sqlalchemy_engine_with_retry(uri)
     try:
-        _store(uri, (folder / "mlartifacts").resolve().as_uri())  # makes what is missing, and the default experiment
+        if _utils._is_empty_database(engine):
+            _utils._initialize_tables(engine)
+        else:
+            _utils._upgrade_db(engine)
     finally:
-        _dispose(uri)
-
-
-def _upgrade(uri: str) -> None:
-    """Bring a database to this MLflow's version by MLflow's own command. Raises MlflowException if it says an error."""
-    command = [sys.executable, "-P", "-m", "mlflow", "db", "upgrade", uri]  # -P: not a user's own mlflow.py
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if done.returncode < 0:
-        raise EnvironmentFault(
-            f"`mlflow db upgrade` of {uri} was ended by signal {-done.returncode}; run the same command again: the "
-            f"database is left as it was"
-        )
-    if done.returncode:
-        raise MlflowException(f"mlflow db upgrade {uri}: {done.stderr.strip()[-500:]}")
-
-
-def _dispose(uri: str) -> None:
-    """Close the connections to a database that MLflow keeps for this process: to a file that is moved or gone."""
-    _store._get_or_create_engine(uri).dispose()
+        engine.dispose()
+    store = _store(uri, (folder / "mlartifacts").resolve().as_uri())  # makes the default experiment
+    store.engine.dispose()
 
 
 def _is_whole(path: Path) -> bool:
@@ -175,16 +160,13 @@ def _version(path: Path) -> str | None:
 @functools.cache
 def _newest() -> str:
     """The version of the installed MLflow's schema."""
-    return str(_scripts().get_current_head())
+    return str(_utils._get_latest_schema_revision())
 
 
 @functools.cache
 def _versions() -> frozenset[str]:
     """Every version of MLflow's schema up to the installed one's."""
-    return frozenset(str(revision.revision) for revision in _scripts().walk_revisions())
+    from alembic.script import ScriptDirectory
 
-
-@functools.cache
-def _scripts() -> ScriptDirectory:
-    """The steps of MLflow's schema, in the folder that the help of `mlflow db upgrade` names."""
-    return ScriptDirectory(str(Path(mlflow.store.__file__).parent / "db_migrations"))
+    script = ScriptDirectory.from_config(_utils._get_alembic_config(""))
+    return frozenset(str(revision.revision) for revision in script.walk_revisions())
