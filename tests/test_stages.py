@@ -335,7 +335,7 @@ def test_a_wrong_key_of_a_later_stage_is_said_before_the_first_one_trains(
         autofit.run({"stages": {"a": {"values": {"dataset_name": "d"}}}, "device": "sim"})
     with pytest.raises(ConfigError, match="grpo uses what sft trained, and sft is not done"):
         autofit.run(path, only="grpo")
-    with pytest.raises(ConfigError, match="gpu names a simulated card, on which nothing trains; it goes with --plan"):
+    with pytest.raises(ConfigError, match="gpu names a simulated card, on which nothing trains; it goes with plan"):
         autofit.run(path, changes=right, gpu="rtx4090")
     elsewhere = autofit.run(path, changes=right, plan=True, gpu="rtx4090")
     planned = autofit.run(path, changes=right, plan=True, device="cpu", target_vram="1GB")
