@@ -15,7 +15,7 @@ from unittest import mock
 
 from autofit.probing import fork_server
 
-BUDGET = {"processes": 600, "calls": 130, "simulated cards": 530}  # of the default tests
+BUDGET = {"processes": 530, "calls": 130, "simulated cards": 530}  # of the default tests
 _MARKS = {kind: kind[0].encode() for kind in BUDGET}
 _file = Path()
 

@@ -1,6 +1,5 @@
 """The acceptance's page is that of its figures, a run keeps what it has made, and the texts' figures have a row."""
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,14 +48,11 @@ def test_all_parts_together_take_an_hour_at_most() -> None:
 def test_each_part_names_the_commit_that_made_it_and_those_older_than_the_code_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    try:
-        shallow = page.git("rev-parse", "--is-shallow-repository") == "true"
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no git repository: the age of the results cannot be told")
-    if shallow:
-        pytest.skip("a clone with a short history does not have the commits of the results")
+    if page.no_history():
+        pytest.skip(page.no_history())
     made_by = {part.name: acceptance.commit_of(part) for part in PARTS}
-    assert not [name for name, commit in made_by.items() if not commit or not page.knows(commit)]
+    assert not [name for name, commit in made_by.items() if not commit]
+    assert not page.unknown(list(made_by.values()))
     ages = {name: page.commits_since(commit) for name, commit in made_by.items()}
     told = ", ".join(f"{name} ({age})" for name, age in ages.items() if age)
     with capsys.disabled():
@@ -66,7 +62,7 @@ def test_each_part_names_the_commit_that_made_it_and_those_older_than_the_code_a
 def test_an_unknown_commit_of_a_part_is_told_as_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "made", lambda: {"p": {"commit": "0" * 12}})
     assert "which this clone does not have" in acceptance.status(part(home, ""))
-    assert not page.knows("0" * 12)
+    assert page.unknown(["0" * 12]) == ["0" * 12]
     monkeypatch.setattr(page, "made", dict)
     monkeypatch.setattr(page, "last_commit", lambda part: ("", ""))
     assert acceptance.status(part(home, "")) == "p: not made yet"

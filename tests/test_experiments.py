@@ -5,7 +5,6 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,14 +119,9 @@ def test_results_name_the_commit_that_made_them() -> None:
         name: commits_of(json.loads((ROOT / "experiments" / name).read_text("utf-8"))) for name in WITH_COMMIT
     }  # fmt: skip
     assert not [name for name, commits in made_by.items() if not commits or None in commits]
-    try:
-        shallow = page.git("rev-parse", "--is-shallow-repository") == "true"
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no git repository: whether these commits exist cannot be told")
-    if shallow:
-        pytest.skip("a clone with a short history does not have the commits of the results")
-    distinct = {str(commit) for commits in made_by.values() for commit in commits}
-    assert not [commit for commit in distinct if not page.knows(commit)]
+    if page.no_history():
+        pytest.skip(page.no_history())
+    assert not page.unknown(sorted({str(commit) for commits in made_by.values() for commit in commits}))
 
 
 def search_experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

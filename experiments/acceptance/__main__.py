@@ -107,7 +107,7 @@ def status(part: Part) -> str:
     """The age of a part's figures, in commits of the measured code."""
     if not (commit := commit_of(part)):
         return f"{part.name}: not made yet"
-    if not page.knows(commit):
+    if page.unknown([commit]):
         return f"{part.name}: results of commit {commit}, which this clone does not have"
     return f"{part.name}: results of commit {commit}; {page.commits_since(commit)} commits have changed the code since"
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,28 @@ def last_commit(part: Part) -> tuple[str, str]:
     return (said[0], said[1]) if said else ("", "")
 
 
+@functools.cache
 def commits_since(commit: str) -> int:
     """How many commits have changed the measured code since `commit`."""
     return int(git("rev-list", "--count", f"{commit}..HEAD", "--", *CODE) or 0)
 
 
-def knows(commit: str) -> bool:
-    """Whether this clone has a commit; one with a short history does not have each."""
-    said = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
-    return subprocess.run(said, cwd=ROOT, check=False, capture_output=True).returncode == 0
+def unknown(commits: Sequence[str]) -> list[str]:
+    """Those of the commits that this clone does not have, as one with a short history; asked for together."""
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in commits)
+    command = ["git", "cat-file", "--batch-check=%(objecttype)"]
+    said = subprocess.run(command, input=asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [commit for commit, found in zip(commits, said.splitlines(), strict=True) if found != "commit"]
+
+
+@functools.cache
+def no_history() -> str:
+    """Reason why commits cannot be looked up here: no repository of git, or a short history; "" if they can."""
+    try:
+        shallow = git("rev-parse", "--is-shallow-repository") == "true"
+    except (OSError, subprocess.CalledProcessError):
+        return "no git repository: commits of results cannot be looked up"
+    return "a clone with a short history does not have the commits of the results" if shallow else ""
 
 
 def git(*words: str) -> str:
